@@ -1,0 +1,35 @@
+"""fewbits: give a transformer a budget, get back the best mixed-precision model it buys, verified where it will run.
+
+The verbs of the command line, as functions. Importing this loads no torch: each verb loads what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fewbits import formats
+    from fewbits.comparison import compare
+    from fewbits.demonstration import demo
+    from fewbits.inspection import inspect
+    from fewbits.pipeline import export, quantize, verify
+
+_HOME = {
+    "compare": "comparison",
+    "demo": "demonstration",
+    "export": "pipeline",
+    "inspect": "inspection",
+    "quantize": "pipeline",
+    "verify": "pipeline",
+}
+
+__all__ = ["compare", "demo", "export", "formats", "inspect", "quantize", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "formats":
+        return importlib.import_module("fewbits.formats")
+    if name in _HOME:
+        return getattr(importlib.import_module(f"fewbits.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'fewbits' has no attribute '{name}'")

@@ -1,0 +1,170 @@
+"""A quantized model on disk: packed parts of every weight, the tensors kept as they were, plan, provenance, tokenizer.
+
+fewbits.json               schema, plan, source and its hash, which file holds each weight's parts
+weights-00001.safetensors  `NAME.PART` for every part; `NAME` for a kept tensor
+config.json, tokenizer...  as the source had them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits import formats, planning
+from fewbits.checkpoints.folder import read_json
+from fewbits.errors import InputError
+from fewbits.files import Staged
+from fewbits.model import Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.formats import Parts
+    from fewbits.model import Model
+    from fewbits.planning import Plan
+    from fewbits.progress import Progress
+
+SCHEMA = 1
+_SHARD_BYTES = 1 << 30
+_HINT = "make it anew with `fewbits quantize`"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    source: str  # name of the folder or file, not its path
+    sha256: str
+    fewbits: str
+
+
+class Artifact:
+    """An artifact folder, opened; tensors are read when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            about: Any = read_json(path / "fewbits.json", "a fewbits artifact is a folder with fewbits.json in it")
+            if about["schema"] != SCHEMA:
+                raise InputError(f"`{path}` has schema {about['schema']}, this fewbits reads schema {SCHEMA}", _HINT)
+            self.weights = tuple(Weight(**{**row, "shape": (row["shape"][0], row["shape"][1])}) for row in about["weights"])
+            self.rest: tuple[str, ...] = tuple(about["rest"])
+            self._file_of: dict[str, str] = dict(about["files"])
+            self.provenance = Provenance(**about["provenance"])
+        except (KeyError, TypeError, ValueError, IndexError) as failure:
+            raise InputError(f"`{path / 'fewbits.json'}` is damaged: {failure!r}", _HINT) from failure
+        self._open: dict[str, Any] = {}
+
+    @cached_property
+    def plan(self) -> Plan:
+        return planning.read((self.path / "plan.json").read_text(), self.weights)
+
+    @cached_property
+    def config(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from fewbits.model import load_tokenizer
+
+        return load_tokenizer(self.path)
+
+    def parts(self, weight: Weight) -> Parts:
+        fmt = formats.get(self.plan[weight.name].format)
+        return {part: self._tensor(f"{weight.name}.{part}") for part in fmt.parts(weight.shape)}
+
+    def tensor(self, name: str) -> Tensor:
+        """One of `rest`."""
+        return self._tensor(name)
+
+    def decoded(self, weight: Weight) -> Tensor:
+        """(rows, cols) float32: the values that every runtime should compute with."""
+        from fewbits import kernels
+
+        return kernels.decode(formats.get(self.plan[weight.name].format), self.parts(weight), weight.shape)
+
+    def module(self) -> Any:
+        """The float32 transformers module with decoded weights."""
+        import torch
+
+        from fewbits.model import empty_module
+
+        module = empty_module(self.config)
+        with torch.no_grad():
+            own = dict(module.named_parameters()) | dict(module.named_buffers())
+            for weight in self.weights:
+                matrix = self.decoded(weight)
+                own[f"{weight.name}.weight"].copy_(matrix.T if weight.transposed else matrix)
+            for name in self.rest:
+                own[name].copy_(self.tensor(name))
+        return module.eval()
+
+    def _tensor(self, name: str) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        file = self._file_of[name]
+        try:
+            if file not in self._open:
+                self._open[file] = safe_open(self.path / file, framework="pt")
+            tensor: Tensor = self._open[file].get_tensor(name)
+        except (SafetensorError, OSError) as failure:
+            raise InputError(f"`{self.path / file}` cannot be read: {failure}", _HINT) from failure
+        return tensor
+
+
+def write(model: Model, plan: Plan, path: Path, quantized: Iterator[tuple[Weight, Parts]], version: str) -> Artifact:
+    """Parts as they come, a shard at a time: never the whole model in memory. All or nothing: renamed when complete."""
+    from safetensors.torch import save_file
+
+    with Staged(path) as folder:
+        folder.mkdir()
+        model.checkpoint.save_assets(folder)
+        file_of: dict[str, str] = {}
+        held: dict[str, Tensor] = {}
+
+        def flush() -> None:
+            name = f"weights-{len(set(file_of.values())) + 1:05}.safetensors"
+            save_file(held, folder / name)
+            file_of.update(dict.fromkeys(held, name))
+            held.clear()
+
+        def hold(tensors: dict[str, Tensor]) -> None:
+            held.update({name: tensor.contiguous() for name, tensor in tensors.items()})
+            if sum(tensor.nbytes for tensor in held.values()) >= _SHARD_BYTES:
+                flush()
+
+        for weight, parts in quantized:
+            hold({f"{weight.name}.{part}": tensor for part, tensor in parts.items()})
+        for name in model.rest:
+            hold({name: model.tensor(name)})
+        if held:
+            flush()
+        provenance = Provenance(model.path.name, model.fingerprint, version)
+        about = {
+            "schema": SCHEMA,
+            "provenance": provenance.__dict__,
+            "weights": [weight.__dict__ for weight in model.weights],
+            "rest": list(model.rest),
+            "files": file_of,
+        }
+        (folder / "plan.json").write_text(plan.to_json())
+        (folder / "fewbits.json").write_text(json.dumps(about, indent=1))
+    return Artifact(path)
+
+
+def quantize(model: Model, plan: Plan, path: Path, progress: Progress[Weight]) -> Artifact:
+    """Every weight by its plan, streamed into an artifact folder."""
+    from importlib.metadata import version
+
+    from fewbits import methods
+
+    def each() -> Iterator[tuple[Weight, Parts]]:
+        for weight in progress(model.weights, len(model.weights), "quantizing"):
+            entry = plan[weight.name]
+            yield weight, methods.get(entry.method)(model.load(weight), formats.get(entry.format))
+
+    return write(model, plan, path, each(), version("fewbits"))

@@ -1,0 +1,120 @@
+"""A Hugging Face folder: config.json, tokenizer files, weights in one or many safetensors files, memory-mapped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_INDEX = "model.safetensors.index.json"
+_CAST = {"F16": "fp16", "BF16": "bf16", "F32": "fp32", "F64": "fp32"}
+_ASSETS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+
+
+class Folder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._shard_of = _shards(path)
+        self._open: dict[str, Any] = {}
+
+    @cached_property
+    def config(self) -> Any:
+        from transformers import AutoConfig
+
+        text = read_json(self.path / "config.json", "is this the folder of a model? it should hold config.json and *.safetensors")
+        if not isinstance(text, dict) or "model_type" not in text:
+            raise InputError(f"`{self.path / 'config.json'}` names no model_type", "it should be the config.json of a transformers model")
+        try:
+            return AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+        except Exception as failure:
+            reason = str(failure).strip().splitlines()[0]
+            hint = "is config.json damaged, or the architecture newer than the installed transformers?"
+            raise InputError(f"`{self.path / 'config.json'}` cannot be read: {reason}", hint) from failure
+
+    def names(self) -> list[str]:
+        return list(self._shard_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        stored = str(self._file(name).get_slice(name).get_dtype())
+        if stored not in _CAST:
+            hint = "fewbits quantizes float checkpoints; this one seems to be quantized already"
+            raise InputError(f"`{name}` is stored as {stored}", hint)
+        return _CAST[stored]
+
+    def load(self, name: str) -> Tensor:
+        tensor: Tensor = self._file(name).get_tensor(name)
+        return tensor
+
+    def save_assets(self, folder: Path) -> None:
+        for pattern in _ASSETS:
+            for file in sorted(self.path.glob(pattern)):
+                if file.name != _INDEX and file.is_file():
+                    shutil.copyfile(file, folder / file.name)
+
+    def files(self) -> list[Path]:
+        shards = sorted(set(self._shard_of.values()))
+        return [self.path / name for name in ["config.json", *shards]]
+
+    def _file(self, name: str) -> Any:
+        shard = self._shard_of[name]
+        if shard not in self._open:
+            self._open[shard] = _open_shard(self.path / shard)
+        return self._open[shard]
+
+
+def read_json(path: Path, hint: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"`{path}` is missing", hint) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as failure:
+        raise InputError(f"`{path}` is not valid JSON: {failure}", "the file is damaged; fetch it again") from failure
+
+
+def _shards(path: Path) -> dict[str, str]:
+    """Which file holds each tensor."""
+    index = path / _INDEX
+    if index.exists():
+        content = read_json(index, "")
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+            raise InputError(f"`{index}` has no weight_map", "the index is damaged; fetch it again")
+        for shard in sorted(set(weight_map.values())):
+            if Path(shard).name != shard:  # an index must not lead out of its folder
+                raise InputError(f"`{index}` names a shard outside its folder: `{shard}`", "do not trust this checkpoint")
+            if not (path / shard).is_file():
+                raise InputError(f"shard `{shard}` is missing from `{path}`", "the download is incomplete; fetch it again")
+        held = {shard: set(_open_shard(path / shard).keys()) for shard in set(weight_map.values())}
+        for name, shard in weight_map.items():
+            if name not in held[shard]:
+                raise InputError(
+                    f"`{name}` should be in `{shard}`, but is not", "index and shards do not belong together; fetch both again"
+                )
+        return dict(sorted(weight_map.items()))
+    single = sorted(path.glob("*.safetensors"))
+    if not single:
+        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern))
+        if pickled:
+            hint = "pickled checkpoints can run code when opened: convert to safetensors first (transformers' `save_pretrained` does)"
+            raise InputError(f"`{path}` holds only pickled weights ({pickled[0]})", hint)
+        raise InputError(f"`{path}` holds no *.safetensors", "give the folder that holds config.json and the weights")
+    return {name: file.name for file in single for name in sorted(_open_shard(file).keys())}
+
+
+def _open_shard(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as failure:
+        raise InputError(f"`{path}` cannot be read: {failure}", "the file is truncated or damaged; fetch it again") from failure

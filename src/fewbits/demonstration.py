@@ -1,0 +1,128 @@
+"""The whole way on the embedded model, with no arguments: quantize, write, run in two real runtimes, judge."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fewbits import artifact as artifacts
+from fewbits import embedded, formats, model, pipeline, planning, runtimes, targets, texts, verification
+from fewbits.artifact import Artifact
+from fewbits.crosscheck import CrossCheck, crosscheck
+from fewbits.errors import InputError
+from fewbits.files import Staged
+from fewbits.inspection import tensor_bytes
+from fewbits.planning import Plan
+from fewbits.progress import Progress, silent
+from fewbits.runtimes import torch as torch_runtime
+from fewbits.verification import Thresholds, Verdict
+
+# (format, target): one row of the table each. None: the weights as they are.
+_ROWS = (
+    (None, "gguf"),
+    (None, "onnx"),
+    ("q8_0", "gguf"),
+    ("int8_channel", "onnx"),
+    ("q4_k", "gguf"),
+    ("int4_g32", "gguf"),
+    ("int4_g32", "onnx"),
+    ("q3_k", "gguf"),
+)
+_CROSSCHECK_WINDOWS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    format: str
+    target: str
+    file: str
+    plan: Plan
+    verdict: Verdict
+    crosscheck: CrossCheck
+
+
+@dataclass(frozen=True)
+class Demo:
+    model: str
+    folder: str
+    rows: tuple[Row, ...]
+    skipped: tuple[str, ...]  # runtimes that are not here, and how to get them
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.rows) and all(row.verdict.passed and row.crosscheck.agrees for row in self.rows)
+
+    def to_dict(self) -> dict[str, object]:
+        rows = [
+            {"format": r.format, "target": r.target, "file": r.file, "fallbacks": len(r.plan.fallbacks), **r.verdict.to_dict()}
+            | {"crosscheck": asdict(r.crosscheck) | {"limit": r.crosscheck.limit, "agrees": r.crosscheck.agrees}}
+            for r in self.rows
+        ]
+        return {"model": self.model, "folder": self.folder, "rows": rows, "skipped": list(self.skipped), "passed": self.passed}
+
+
+def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int | None = None, progress: Progress[Any] = silent) -> Demo:
+    folder = Path(out)
+    source = model.open(_source(name, progress))
+    tokens = tokens or (pipeline.TOKENS if name == "embedded" else 4096)
+    length = texts.window_length(source.config, None)
+    windows = texts.windows(embedded.verification_text(), source.tokenizer, length, tokens)
+
+    skipped = tuple(
+        f"{r.name}: {reason} (pip install 'fewbits[{r.extra}]')" for r in map(_runtime, targets.all()) if (reason := r.missing())
+    )
+    rows = [(fmt, to) for fmt, to in _ROWS if not _runtime(to).missing()]
+    if not rows:
+        raise InputError("no runtime is here to run a file in", "pip install 'fewbits[llamacpp,onnx]'")
+    made: dict[tuple[str, str], tuple[Path, Plan, Artifact]] = {}
+    sessions: dict[str, runtimes.Session] = {}
+    with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+        for fmt, to in progress(rows, len(rows), "quantizing and writing"):
+            target = targets.get(to)
+            label = fmt or "float"
+            plan = planning.uniform(source.weights, target, formats.get(fmt)) if fmt else planning.kept(source.weights, target)
+            artifact = artifacts.quantize(source, plan, Path(scratch) / f"{label}-{to}", silent)
+            path = pipeline.export(artifact, folder / f"{label}{Path(target.file_name).suffix}", to=to)
+            made[label, to] = (path, plan, artifact)
+            sessions[f"{label}-{to}"] = _runtime(to).open(path, length)
+        try:
+            measured = verification.measure(torch_runtime.of_module(source.module()), sessions, windows, progress)
+            floors = {to: sum(m.kl) / len(m.kl) for to in targets.all() if (m := measured.get(f"float-{to}"))}
+            few = windows[:: max(1, len(windows) // _CROSSCHECK_WINDOWS)][:_CROSSCHECK_WINDOWS]
+            done = []
+            for (label, to), (path, plan, artifact) in progress(made.items(), len(made), "cross-checking with torch"):
+                verdict = verification.judge(
+                    measured[f"{label}-{to}"],
+                    Thresholds(),
+                    nbytes=path.stat().st_size,
+                    bits_per_weight=8 * tensor_bytes(path) / pipeline.parameters(source),
+                    runtime=_runtime(to).name,
+                    runtime_version=_runtime(to).version(),
+                    kl_floor=floors[to],
+                )
+                check = crosscheck(artifact, sessions[f"{label}-{to}"], few, floors[to])
+                done.append(Row(label, to, path.name, plan, verdict, check))
+        finally:
+            for session in sessions.values():
+                session.close()
+    result = Demo(name, str(folder), tuple(done), skipped)
+    with Staged(folder / "results.json") as staged:
+        staged.write_text(json.dumps(result.to_dict(), indent=1))
+    return result
+
+
+def _runtime(to: str) -> runtimes.Runtime:
+    return runtimes.get(targets.get(to).runtime)
+
+
+def _source(name: str, progress: Progress[Any]) -> Path:
+    if name == "embedded":
+        return embedded.MODEL
+    if name == "smollm2":
+        from fewbits.embedded import smollm2
+
+        return smollm2.fetch(progress)
+    raise InputError(f"no demo model is named `{name}`", "embedded (the default) or smollm2")

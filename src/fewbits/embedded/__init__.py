@@ -1,0 +1,16 @@
+"""The small language model and the held-out text that ship with fewbits: the demo's default and the tests' model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MODEL = Path(__file__).parent / "model"
+_TEXT = Path(__file__).parent / "text"
+
+
+def verification_text() -> str:
+    return (_TEXT / "verification.txt").read_text(encoding="utf-8")
+
+
+def calibration_text() -> str:
+    return (_TEXT / "calibration.txt").read_text(encoding="utf-8")

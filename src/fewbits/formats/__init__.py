@@ -1,0 +1,107 @@
+"""The formats a weight can be stored in. One file per family; the file is the registration.
+
+Every quantized format is `scale * levels[code] + offset`. What differs is the levels, how many columns share a scale,
+how scales are themselves stored, and the packing. A format says just that; rounding (`fewbits.rounding`) is shared.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import pkgutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from fewbits.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Grid = dict[str, Tensor]  # what maps codes to values: scales, minima, tensor-wide factors
+    Parts = dict[str, Tensor]  # what lies on disk: one named array per tensor of the artifact
+    Columns = slice | Tensor  # which columns: a run, every n-th, or GPTQ's own order
+
+How = Literal["search", "max"]  # "max" is the textbook rule; "search" minimises the weighted squared error
+Shape = tuple[int, int]
+
+_ITEM_BYTES = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+
+
+class Spec(NamedTuple):
+    dtype: str  # torch's name, as a string: pricing a plan must not load torch
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format(ABC):
+    """How a (rows, cols) weight is stored.
+
+    Shapes: a weight is (rows, cols) float32, its codes the same shape in uint8 (for a cast: the values themselves).
+    Grid entries are (rows, n); a tensor-wide one is (1, 1). `fit` takes any whole number of blocks, so that GPTQ can
+    fit a block at a time to weights it has already compensated.
+    """
+
+    name: str  # the spelling everywhere: file, command line, plan, report
+    about: str  # one line for people
+    levels: tuple[float, ...] | None  # value of each code, in code order; None: a plain cast
+    run: int | None  # columns under one scale; None: the whole row
+    block: int = 1  # columns packed together: a row holds a whole number of blocks
+    tensor_wide: bool = False  # one scale for the whole weight, fitted once and passed on as `fixed`
+
+    @abstractmethod
+    def parts(self, shape: Shape) -> dict[str, Spec]:
+        """Exact storage, from the shape alone."""
+
+    @abstractmethod
+    def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
+        """The grid for w. `importance` (cols,) weighs the squared error of each column."""
+
+    @abstractmethod
+    def affine(self, grid: Grid, columns: Columns = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """(scale, offset) of each of these columns, broadcastable to (rows, n); offset None where it is always zero."""
+
+    @abstractmethod
+    def pack(self, codes: Tensor, grid: Grid) -> Parts: ...
+
+    @abstractmethod
+    def unpack(self, parts: Parts) -> tuple[Tensor, Grid]: ...
+
+    def nbytes(self, shape: Shape) -> int:
+        return sum(spec.nbytes for spec in self.parts(shape).values())
+
+    def bits_per_weight(self, shape: Shape) -> float:
+        return 8 * self.nbytes(shape) / math.prod(shape)
+
+    def fits(self, shape: Shape) -> str | None:
+        """Why a weight of this shape cannot be stored here; None if it can."""
+        if shape[1] % self.block:
+            return f"{shape[1]} columns do not divide into {self.name}'s blocks of {self.block}"
+        return None
+
+
+@cache
+def all() -> dict[str, Format]:
+    """Every format found in this folder, by name, smallest first; of equal size, in the order of their file."""
+    found: dict[str, Format] = {}
+    for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+        for fmt in importlib.import_module(f"{__name__}.{module}").FORMATS:
+            if fmt.name in found:
+                raise RuntimeError(f"two formats are named `{fmt.name}`; the second is in {module}.py")
+            found[fmt.name] = fmt
+    return dict(sorted(found.items(), key=lambda item: item[1].bits_per_weight((4096, 4096))))
+
+
+def get(name: str) -> Format:
+    known = all()
+    if name.lower() in known:
+        return known[name.lower()]
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"known formats: {', '.join(known)}"
+    raise InputError(f"no format is named `{name}`", hint)

@@ -1,0 +1,193 @@
+"""What is in a file or folder: tensors, types, sizes, metadata, and how the values are distributed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits import checkpoints
+from fewbits.errors import InputError
+from fewbits.progress import silent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.progress import Progress
+
+_BINS = 12
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Values:
+    """The distribution of a tensor's values."""
+
+    min: float
+    max: float
+    mean: float
+    std: float
+    peak: float  # largest magnitude in standard deviations: what one scale for all would have to reach
+    nonfinite: int
+    histogram: tuple[float, ...]  # share of values in 12 bins from -4 to 4 standard deviations, outliers in the end bins
+
+    @property
+    def picture(self) -> str:
+        top = max(self.histogram) or 1
+        return "".join(_BARS[math.ceil((len(_BARS) - 1) * share / top)] for share in self.histogram)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    nbytes: int
+    values: Values | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    path: str
+    kind: str
+    nbytes: int  # on disk
+    metadata: dict[str, Any]
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self) | {"tensor_bytes": self.tensor_bytes}
+
+
+Found = tuple[TensorInfo, Callable[[], "Tensor"] | None]  # a tensor, and how to get its values where it has any
+
+
+def inspect(path: str | Path, values: bool = True, progress: Progress[Found] = silent) -> Inspection:
+    """Reads headers; with `values` every tensor once, one at a time."""
+    path = Path(path)
+    if (path / "fewbits.json").is_file():
+        kind, metadata, found = _artifact(path)
+    elif path.is_dir():
+        kind, metadata, found = _folder(path)
+    elif path.suffix.lower() == ".gguf":
+        kind, metadata, found = _gguf(path)
+    elif path.suffix.lower() == ".onnx":
+        kind, metadata, found = _onnx(path)
+    else:
+        hint = "give a model folder, a .gguf, an .onnx or a fewbits artifact"
+        raise InputError(f"`{path}` is nothing that fewbits can look into" if path.exists() else f"there is nothing at `{path}`", hint)
+    size = sum(p.stat().st_size for p in path.iterdir() if p.is_file()) if path.is_dir() else path.stat().st_size
+    tensors = []
+    for info, load in progress(found, len(found), "reading") if values else found:
+        looked_at = distribution(load()) if values and load else None
+        tensors.append(TensorInfo(info.name, info.type, info.shape, info.nbytes, looked_at))
+    return Inspection(path.name, kind, size, metadata, tuple(tensors))
+
+
+def distribution(tensor: Tensor) -> Values:
+    x = tensor.detach().float().flatten()
+    finite = x[x.isfinite()].double()
+    if not len(finite):
+        return Values(math.nan, math.nan, math.nan, math.nan, math.nan, len(x), (0.0,) * _BINS)
+    mean, std = float(finite.mean()), float(finite.std(correction=0))
+    counts = (finite / (std or 1)).clamp(-3.999, 3.999).histc(_BINS, -4, 4)
+    shares = tuple(float(count) / len(finite) for count in counts)
+    peak = float(finite.abs().max())
+    return Values(float(finite.min()), float(finite.max()), mean, std, peak / std if std else 0.0, len(x) - len(finite), shares)
+
+
+def tensor_bytes(path: Path) -> int:
+    """Of a file under test, read from its own headers by the format's own reader."""
+    return inspect(path, values=False).tensor_bytes
+
+
+def _artifact(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
+    from fewbits.artifact import Artifact
+
+    artifact = Artifact(path)
+    found: list[Found] = []
+    for weight in artifact.weights:
+        entry = artifact.plan[weight.name]
+        nbytes = sum(part.nbytes for part in artifact.parts(weight).values())
+        found.append((TensorInfo(weight.name, entry.format, weight.shape, nbytes), partial(artifact.decoded, weight)))
+    for name in artifact.rest:
+        tensor = artifact.tensor(name)
+        info = TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+        found.append((info, partial(artifact.tensor, name)))
+    return "fewbits artifact", {**artifact.provenance.__dict__, "target": artifact.plan.target}, found
+
+
+def _folder(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
+    checkpoint = checkpoints.open(path)
+    itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}
+    found: list[Found] = []
+    for name in checkpoint.names():
+        shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+        found.append((TensorInfo(name, dtype, shape, math.prod(shape) * itemsize[dtype]), partial(checkpoint.load, name)))
+    return "checkpoint", checkpoint.config.to_diff_dict(), found
+
+
+def _gguf(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
+    import gguf
+    import torch
+
+    try:
+        reader = gguf.GGUFReader(path)
+    except Exception as failure:
+        raise InputError(f"`{path}` cannot be read as GGUF: {failure}", "the file is truncated or damaged; fetch it again") from failure
+    metadata = {}
+    for key, entry in reader.fields.items():
+        value = entry.contents()
+        metadata[key] = value if not isinstance(value, list) or len(value) <= 8 else f"[{len(value)} values]"
+
+    def load(tensor: Any) -> Tensor:
+        return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+
+    found: list[Found] = [
+        (
+            TensorInfo(t.name, t.tensor_type.name.lower(), tuple(int(n) for n in reversed(t.shape)), int(t.n_bytes)),
+            partial(load, t),
+        )
+        for t in reader.tensors
+    ]
+    return "gguf", metadata, found
+
+
+def _onnx(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
+    try:
+        import onnx
+    except ImportError:
+        from fewbits.errors import MissingError
+
+        raise MissingError("the `onnx` package is not here", "pip install 'fewbits[onnx]'") from None
+    import torch
+
+    try:
+        model = onnx.load(path)
+    except Exception as failure:
+        raise InputError(f"`{path}` cannot be read as ONNX: {failure}", "the file is truncated or damaged; fetch it again") from failure
+
+    def each() -> Iterator[Found]:
+        for tensor in model.graph.initializer:
+            array = onnx.numpy_helper.to_array(tensor)
+            kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
+            is_float = array.dtype.kind == "f"
+            info = TensorInfo(tensor.name, kind, tuple(array.shape), array.nbytes)
+            yield info, partial(torch.from_numpy, array.astype("float32")) if is_float else None
+
+    metadata: dict[str, Any] = {prop.key: prop.value for prop in model.metadata_props}
+    metadata["operators"] = dict(sorted(_count(node.op_type for node in model.graph.node).items()))
+    return "onnx", metadata, list(each())
+
+
+def _count(names: Iterator[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return counts

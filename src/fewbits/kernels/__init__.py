@@ -1,0 +1,181 @@
+"""Kernels: who packs, decodes and multiplies a format on this machine. `bind` chooses once; every one gives the same bits.
+
+`native-*` are C++ (native/*.cc: one file per family, which is its own registration); `reference` is torch and serves any format.
+FEWBITS_KERNEL=reference, scalar or avx2 forces one wherever a format has it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fewbits import formats
+from fewbits.errors import InputError
+from fewbits.formats import Format, Shape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from fewbits.formats import Grid, Parts
+
+BACKENDS = ("native-avx2", "native-scalar", "reference")  # fastest first
+_ABI = 1  # native/kernels.h holds the same number
+_FORCE = "FEWBITS_KERNEL"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    format: str
+    backend: str  # one of BACKENDS
+
+    def runs_here(self) -> str | None:
+        """Why it cannot run on this machine; None if it can."""
+        if self.backend == "reference":
+            return None
+        if missing := native_missing():
+            return missing
+        if (entry := self._entry()) is None:
+            return f"no {self._isa} kernel is written for {self.format}"
+        return None if entry.runs_here else f"this processor has no {self._isa}"
+
+    def supports(self, shape: Shape) -> str | None:
+        """Why it cannot take a weight of this shape; None if it can."""
+        return formats.get(self.format).fits(shape)
+
+    def decode(self, parts: Parts, shape: Shape) -> Tensor:  # -> (rows, cols) float32
+        fmt = formats.get(self.format)
+        if self.backend == "reference":
+            from fewbits.kernels import reference
+
+            return reference.decode(fmt, parts)
+        import torch
+
+        entry = self._needed()
+        w = torch.empty(shape, dtype=torch.float32)
+        stored = [_bytes(parts[name]) for name in entry.parts]
+        _native().decode(self.format, self._isa, stored, w.numpy(), torch.get_num_threads())
+        return w
+
+    def matmul(self, x: Tensor, parts: Parts, shape: Shape) -> Tensor:  # x (tokens, cols) -> (tokens, rows)
+        from fewbits.kernels import reference
+
+        return reference.multiply(x, self.decode(parts, shape))
+
+    def pack(self, codes: Tensor, grid: Grid) -> Parts:  # codes (rows, cols)
+        fmt = formats.get(self.format)
+        if self.backend == "reference":
+            from fewbits.kernels import reference
+
+            return reference.pack(fmt, codes, grid)
+        import torch
+
+        entry = self._needed()
+        specs = fmt.parts((codes.shape[0], codes.shape[1]))
+        parts = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
+        fields, stored = [_bytes(grid[name]) for name in entry.grid], [_bytes(parts[name]) for name in entry.parts]
+        _native().pack(self.format, _bytes(codes), fields, stored, torch.get_num_threads())
+        return parts
+
+    @property
+    def _isa(self) -> str:
+        return self.backend.removeprefix("native-")
+
+    def _entry(self) -> _Entry | None:
+        return _table().get((self.format, self._isa))
+
+    def _needed(self) -> _Entry:
+        entry = self._entry()
+        if entry is None or not entry.runs_here:
+            raise InputError(f"{self.backend} cannot serve {self.format}: {self.runs_here()}", "let `bind` choose a kernel")
+        return entry
+
+
+def available(fmt: Format) -> list[Kernel]:
+    """The kernels that can run this format here, fastest first; the last is always the reference."""
+    return [kernel for kernel in every(fmt) if kernel.runs_here() is None]
+
+
+def every(fmt: Format) -> list[Kernel]:
+    """Every kernel this format could have, fastest first; `runs_here` says why one is not available."""
+    return [Kernel(fmt.name, backend) for backend in BACKENDS]
+
+
+def bind(fmt: Format, shape: Shape) -> Kernel:
+    """The fastest kernel for a weight, or the one that FEWBITS_KERNEL forces."""
+    if reason := fmt.fits(shape):
+        raise InputError(f"{fmt.name} cannot hold this weight: {reason}", "choose a format with smaller blocks")
+    usable = available(fmt)
+    if not (wanted := os.environ.get(_FORCE)):
+        return usable[0]
+    backend = _forced(wanted)
+    # A format that has no such kernel (a cast has no codes to decode) is left to the reference.
+    return next((kernel for kernel in usable if kernel.backend == backend), usable[-1])
+
+
+def decode(fmt: Format, parts: Parts, shape: Shape) -> Tensor:  # -> (rows, cols) float32
+    return bind(fmt, shape).decode(parts, shape)
+
+
+def pack(fmt: Format, codes: Tensor, grid: Grid) -> Parts:
+    return bind(fmt, (codes.shape[0], codes.shape[1])).pack(codes, grid)
+
+
+@cache
+def native_missing() -> str | None:
+    """Why there are no native kernels; None if there are."""
+    try:
+        found = getattr(_native(), "ABI", None)
+    except ImportError as error:
+        return f"the native module cannot be loaded ({error}); `pip install .` builds it"
+    if found != _ABI:
+        return f"the native module was built for interface {found}, this fewbits needs {_ABI}; `pip install .` builds it anew"
+    return None
+
+
+class _Entry(NamedTuple):
+    """A row of the native table: the names of a format's arrays, in the order in which the kernels take them."""
+
+    format: str
+    isa: str
+    runs_here: bool
+    parts: list[str]
+    grid: list[str]
+
+
+@cache
+def _table() -> dict[tuple[str, str], _Entry]:
+    rows = [] if native_missing() else [_Entry(*row) for row in _native().kernels()]
+    return {(row.format, row.isa): row for row in rows}
+
+
+@cache
+def _native() -> Any:
+    return importlib.import_module("fewbits._native")
+
+
+def _forced(wanted: str) -> str:
+    by_name = {backend.removeprefix("native-"): backend for backend in BACKENDS}
+    if wanted not in by_name:
+        raise InputError(f"no kernel is named `{wanted}` ({_FORCE})", f"set {_FORCE} to one of: {', '.join(sorted(by_name))}; or unset it")
+    if wanted == "reference":
+        return wanted
+    if reason := native_missing():
+        raise InputError(f"{_FORCE} is `{wanted}`, but {reason}", f"unset {_FORCE}, or build the module")
+    if not any(entry.runs_here for entry in _table().values() if entry.isa == wanted):
+        raise InputError(f"{_FORCE} is `{wanted}`, but this processor has no {wanted}", f"unset {_FORCE}, or set it to `scalar`")
+    return by_name[wanted]
+
+
+def _bytes(stored: Tensor) -> NDArray[Any]:
+    """The tensor's own memory as (rows, bytes): nothing is copied where it is contiguous."""
+    import torch
+
+    stored = stored.detach().contiguous()
+    if stored.stride(-1) != 1:  # torch calls a single element contiguous whatever its stride, and yet will not view it as bytes
+        stored = stored.clone(memory_format=torch.contiguous_format)
+    octets: NDArray[Any] = stored.view(torch.uint8).numpy()
+    return octets

@@ -1,0 +1,140 @@
+// The door to Python: checks every size, lets go of the interpreter, and hands rows to a kernel.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "kernels.h"
+
+namespace nb = nanobind;
+
+namespace fewbits {
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using BytesInto = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatsInto = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Row pointers of up to kMaxFields arrays. Stride 0: one row that serves them all (a tensor-wide field).
+template <typename Byte>
+struct Fields {
+  std::array<Byte*, kMaxFields> start{};
+  std::array<size_t, kMaxFields> stride{};
+
+  std::array<Byte*, kMaxFields> at(size_t row) const {
+    std::array<Byte*, kMaxFields> here{};
+    for (size_t i = 0; i < kMaxFields; ++i) here[i] = start[i] + row * stride[i];
+    return here;
+  }
+};
+
+size_t count(const Field* fields) {
+  return std::find_if(fields, fields + kMaxFields, [](auto& f) { return !f.name; }) - fields;
+}
+
+std::vector<std::string> names(const Field* fields) {
+  std::vector<std::string> found;
+  for (size_t i = 0; i < count(fields); ++i) found.emplace_back(fields[i].name);
+  return found;
+}
+
+size_t blocks_of(const Layout& layout, size_t cols) {
+  if (cols % layout.block)
+    throw std::invalid_argument(std::to_string(cols) + " columns do not divide into " + layout.format + "'s blocks of " +
+                                std::to_string(layout.block));
+  return cols / layout.block;
+}
+
+// Every later read and write stays inside what is checked here.
+template <typename Byte, typename Array>
+Fields<Byte> checked(const Layout& layout, const Field* fields, const std::vector<Array>& arrays, size_t rows, size_t blocks) {
+  if (arrays.size() != count(fields))
+    throw std::invalid_argument(std::string(layout.format) + " has " + std::to_string(count(fields)) + " of these arrays, " +
+                                std::to_string(arrays.size()) + " were given");
+  Fields<Byte> result;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const size_t has_rows = arrays[i].shape(0), has_bytes = arrays[i].shape(1), bytes = fields[i].row_bytes(blocks);
+    const bool shared = std::is_const_v<Byte> && has_rows == 1;
+    if ((has_rows != rows && !shared) || has_bytes != bytes)
+      throw std::invalid_argument(std::string(layout.format) + " `" + fields[i].name + "` needs " + std::to_string(rows) + " x " +
+                                  std::to_string(bytes) + " bytes, it has " + std::to_string(has_rows) + " x " +
+                                  std::to_string(has_bytes));
+    result.start[i] = arrays[i].data();
+    result.stride[i] = has_rows == 1 ? 0 : bytes;
+  }
+  return result;
+}
+
+// Rows are independent, so the result does not depend on how many threads share them.
+template <typename Work>
+void for_rows(size_t rows, size_t cols, int threads, const Work& work) {
+  constexpr size_t kWorthAThread = 1 << 16;  // weights: starting a thread takes some 20 us, decoding these about as long
+  const size_t most = std::max<size_t>(1, std::min(rows, rows * cols / kWorthAThread));
+  const size_t shares = std::clamp<size_t>(threads < 1 ? 1 : static_cast<size_t>(threads), 1, most);
+  const auto share = [&](size_t i) {
+    for (size_t row = rows * i / shares; row < rows * (i + 1) / shares; ++row) work(row);
+  };
+  std::vector<std::thread> others;
+  others.reserve(shares);
+  size_t started = 1;
+  try {
+    for (; started < shares; ++started) others.emplace_back(share, started);
+  } catch (const std::system_error&) {  // the system gives no more threads: the rest is done here
+  }
+  share(0);
+  for (size_t i = started; i < shares; ++i) share(i);
+  for (std::thread& other : others) other.join();
+}
+
+void decode(const std::string& format, const std::string& isa, const std::vector<Bytes>& parts, FloatsInto out, int threads) {
+  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
+  if (!kernel || !kernel->runs_here()) throw std::invalid_argument("no " + isa + " kernel decodes " + format + " here");
+  const size_t rows = out.shape(0), cols = out.shape(1);
+  const auto from = checked<const uint8_t>(kernel->layout, kernel->layout.parts, parts, rows, blocks_of(kernel->layout, cols));
+  float* const into = out.data();
+  nb::gil_scoped_release released;
+  for_rows(rows, cols, threads, [&](size_t row) { kernel->decode_row(from.at(row).data(), cols, into + row * cols); });
+}
+
+void pack(const std::string& format, const Bytes& codes, const std::vector<Bytes>& grid, const std::vector<BytesInto>& parts,
+          int threads) {
+  const Kernel* kernel = find_packer(format.c_str());
+  if (!kernel) throw std::invalid_argument("no kernel packs " + format + " here");
+  const size_t rows = codes.shape(0), cols = codes.shape(1), blocks = blocks_of(kernel->layout, cols);
+  const auto from = checked<const uint8_t>(kernel->layout, kernel->layout.grid, grid, rows, blocks);
+  const auto into = checked<uint8_t>(kernel->layout, kernel->layout.parts, parts, rows, blocks);
+  const uint8_t* const code = codes.data();
+  nb::gil_scoped_release released;
+  for_rows(rows, cols, threads,
+           [&](size_t row) { kernel->pack_row(code + row * cols, from.at(row).data(), cols, into.at(row).data()); });
+}
+
+// (format, isa, runs here, part names, grid names) of every kernel.
+nb::list kernels() {
+  nb::list found;
+  for (const Kernel* k = first_kernel(); k; k = k->next)
+    found.append(nb::make_tuple(k->layout.format, k->isa, k->runs_here(), names(k->layout.parts), names(k->layout.grid)));
+  return found;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.attr("ABI") = kAbi;
+  m.def("kernels", &kernels);
+  // noconvert: an array that does not match must be refused; a silent copy would be written instead of the caller's memory.
+  m.def("decode", &decode, nb::arg("format"), nb::arg("isa"), nb::arg("parts").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("threads"));
+  m.def("pack", &pack, nb::arg("format"), nb::arg("codes").noconvert(), nb::arg("grid").noconvert(), nb::arg("parts").noconvert(),
+        nb::arg("threads"));
+}
+
+}  // namespace fewbits

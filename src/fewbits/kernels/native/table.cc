@@ -1,0 +1,27 @@
+// The table of kernels: a list threaded through the kernels themselves.
+#include "kernels.h"
+
+namespace fewbits {
+
+static constinit const Kernel* first = nullptr;  // set before any constructor runs, in whichever order files are initialised
+
+Kernel::Kernel(const Layout& layout, const char* isa, bool (*runs_here)(), DecodeRow decode_row, PackRow pack_row)
+    : layout(layout), isa(isa), runs_here(runs_here), decode_row(decode_row), pack_row(pack_row), next(first) {
+  first = this;
+}
+
+const Kernel* first_kernel() { return first; }
+
+const Kernel* find_kernel(const char* format, const char* isa) {
+  for (const Kernel* k = first; k; k = k->next)
+    if (!std::strcmp(k->layout.format, format) && !std::strcmp(k->isa, isa)) return k;
+  return nullptr;
+}
+
+const Kernel* find_packer(const char* format) {
+  for (const Kernel* k = first; k; k = k->next)
+    if (!std::strcmp(k->layout.format, format) && k->pack_row && k->runs_here()) return k;
+  return nullptr;
+}
+
+}  // namespace fewbits

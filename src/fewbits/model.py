@@ -1,0 +1,190 @@
+"""A checkpoint as the planner sees it: a list of weights, each a (rows, cols) matrix, and the few tensors that are kept.
+
+The module graph says what is a weight: no architecture has code of its own here, and `_KINDS` is the only place that
+knows layer names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits import checkpoints
+from fewbits.checkpoints import Checkpoint
+from fewbits.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_KINDS = (
+    (r"(q|k|v|o|qkv|out)_proj|c_attn|attn\.c_proj|attention|attn", "attention"),
+    (r"gate_proj|up_proj|down_proj|gate_up_proj|mlp|c_fc|fc\d|intermediate|dense", "mlp"),
+    (r"lm_head|output|score|classifier", "output"),
+)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One matrix: y = x @ W.T with W (rows, cols), whatever the module calls or transposes it."""
+
+    name: str  # path of the module: `model.layers.0.mlp.up_proj`
+    shape: tuple[int, int]
+    kind: str  # attention, mlp, embedding, output, other
+    dtype: str  # the cast format that keeps it as it is
+    transposed: bool = False  # GPT-2's Conv1D stores (cols, rows)
+    tied_to: str | None = None  # the second module that reads the same matrix (an output tied to the embedding)
+
+
+class Model:
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._stored_names = set(checkpoint.names())
+        self._skeleton = self._build_skeleton()
+        self.weights, self.rest = self._walk()
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path
+
+    @property
+    def config(self) -> Any:
+        return self.checkpoint.config
+
+    def load(self, weight: Weight) -> Tensor:
+        """(rows, cols) float32; non-finite values are refused by name."""
+        tensor = self.checkpoint.load(self._stored(f"{weight.name}.weight"))
+        matrix = (tensor.T if weight.transposed else tensor).float().contiguous()
+        if not matrix.isfinite().all():
+            row, col = (~matrix.isfinite()).nonzero()[0].tolist()
+            raise InputError(f"`{weight.name}` holds {matrix[row, col].item()} at row {row}, column {col}", "the checkpoint is damaged")
+        return matrix
+
+    def tensor(self, name: str) -> Tensor:
+        """One of `rest`, by the name of its parameter."""
+        return self.checkpoint.load(self._stored(name))
+
+    def module(self) -> nn.Module:
+        """The float32 transformers module: the reference that everything is judged against."""
+        import torch
+
+        module = empty_module(self.config)
+        with torch.no_grad():
+            own = dict(module.named_parameters()) | dict(module.named_buffers())
+            for weight in self.weights:
+                matrix = self.load(weight)
+                own[f"{weight.name}.weight"].copy_(matrix.T if weight.transposed else matrix)
+            for name in self.rest:
+                own[name].copy_(self.tensor(name))
+        return module.eval()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.path)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over the source files: every output names it."""
+        digest = hashlib.sha256()
+        for file in self.checkpoint.files():
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
+
+    def _build_skeleton(self) -> nn.Module:
+        import torch
+
+        with torch.device("meta"):
+            skeleton: nn.Module = _model_class(self.config)(self.config)
+        return skeleton
+
+    def _walk(self) -> tuple[tuple[Weight, ...], tuple[str, ...]]:
+        from torch import nn
+        from transformers.pytorch_utils import Conv1D
+
+        weights: list[Weight] = []
+        seen: dict[int, int] = {}  # id of the parameter -> index of the weight that holds it
+        inside: set[str] = set()
+        for name, module in self._skeleton.named_modules():
+            if not isinstance(module, nn.Linear | nn.Embedding | Conv1D):
+                continue
+            parameter = module.weight
+            inside.add(f"{name}.weight")
+            if id(parameter) in seen:
+                first = weights[seen[id(parameter)]]
+                weights[seen[id(parameter)]] = Weight(**{**first.__dict__, "tied_to": name})
+                continue
+            transposed = isinstance(module, Conv1D)
+            shape: tuple[int, ...] = tuple(parameter.shape)
+            kind = "embedding" if isinstance(module, nn.Embedding) else _kind(name)
+            stored = self._stored(f"{name}.weight")
+            if self.checkpoint.shape(stored) != shape:
+                found = self.checkpoint.shape(stored)
+                raise InputError(f"`{name}` is {found} in the weights and {shape} by config.json", "the two do not belong together")
+            rows, cols = reversed(shape) if transposed else shape
+            seen[id(parameter)] = len(weights)
+            weights.append(Weight(name, (rows, cols), kind, self.checkpoint.dtype(stored), transposed))
+        rest = [name for name, _ in self._skeleton.named_parameters() if name not in inside]
+        rest += [name for name in self._skeleton.state_dict() if name not in inside and name not in rest]
+        for name in rest:
+            self._stored(name)
+        return tuple(weights), tuple(rest)
+
+    def _stored(self, name: str) -> str:
+        """The checkpoint's name of a parameter: some files leave the base model's prefix out, some put it in."""
+        prefix = f"{getattr(self._skeleton, 'base_model_prefix', '')}."
+        for candidate in (name, name.removeprefix(prefix), prefix + name):
+            if candidate in self._stored_names:
+                return candidate
+        raise InputError(f"`{name}` is missing from `{self.path}`", "the weights do not belong to this config.json, or are incomplete")
+
+
+def open(where: str | Path, offline: bool = False) -> Model:
+    return Model(checkpoints.open(where, offline))
+
+
+def empty_module(config: Any) -> nn.Module:
+    """The float32 module with its weights not yet set (skipping the random initialisation, which costs more than loading)."""
+    import torch
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.no_grad():
+        module = _model_class(config)(config)
+    module.tie_weights()
+    floats: nn.Module = module.float()
+    return floats
+
+
+def load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        if folder.suffix.lower() == ".gguf":
+            return AutoTokenizer.from_pretrained(folder.parent, gguf_file=folder.name, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as failure:
+        hint = "copy tokenizer.json and tokenizer_config.json from where the model came from"
+        raise InputError(f"`{folder}` has no tokenizer that can be read", hint) from failure
+
+
+def _model_class(config: Any) -> Any:
+    import transformers
+
+    for name in config.architectures or []:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    try:
+        return transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        named = ", ".join(config.architectures or []) or config.model_type
+        raise InputError(
+            f"the installed transformers knows no architecture `{named}`", "update transformers; remote code is never run"
+        ) from None
+
+
+def _kind(name: str) -> str:
+    tail = ".".join(name.split(".")[-2:])
+    return next((kind for pattern, kind in _KINDS if re.search(pattern, tail)), "other")

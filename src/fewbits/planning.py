@@ -1,0 +1,153 @@
+"""Which format each weight gets, at what price and why. Pure: no torch, no files but JSON text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fewbits import formats, targets
+from fewbits.errors import InputError
+
+if TYPE_CHECKING:
+    from fewbits.formats import Format
+    from fewbits.model import Weight
+    from fewbits.targets import Target
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    weight: str
+    shape: tuple[int, int]
+    format: str
+    method: str
+    reason: str
+    nbytes: int  # in the target's file
+    fallback: bool = False  # got another format than was asked for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The format of EVERY weight. Nothing is skipped silently: what stays in float is here with its reason."""
+
+    target: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.nbytes / sum(entry.shape[0] * entry.shape[1] for entry in self.entries)
+
+    @property
+    def fallbacks(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.fallback)
+
+    def __getitem__(self, weight: str) -> Entry:
+        return next(entry for entry in self.entries if entry.weight == weight)
+
+    def to_json(self) -> str:
+        weights = {
+            e.weight: {"format": e.format, "method": e.method, "reason": e.reason, "shape": list(e.shape), "bytes": e.nbytes}
+            | ({"fallback": True} if e.fallback else {})
+            for e in self.entries
+        }
+        head = {"schema": SCHEMA, "target": self.target, "bytes": self.nbytes, "bits_per_weight": round(self.bits_per_weight, 4)}
+        rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in weights.items())
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
+        return f'{{\n{lines},\n  "weights": {{\n{rows}\n  }}\n}}\n'
+
+
+def uniform(weights: Iterable[Weight], target: Target, wanted: Format, overrides: Sequence[str] = (), method: str = "rtn") -> Plan:
+    """One format for all, but for the weights that an override names. `keep` as a format leaves a weight as it is."""
+    weights = list(weights)
+    rules = [_parse_override(text) for text in overrides]
+    unused = set(range(len(rules)))
+    entries = []
+    for weight in weights:
+        fmt, reason = wanted, f"--format {wanted.name}"
+        for number, (text, pattern, chosen) in enumerate(rules):  # the last one that matches wins
+            if pattern.search(weight.name):
+                fmt, reason = (chosen or formats.get(weight.dtype)), f"--override {text}"
+                unused.discard(number)
+        entries.append(_entry(weight, target, fmt, reason, method))
+    if unused:
+        text = rules[min(unused)][0]
+        raise InputError(f"the override `{text}` matches no weight", f"names look like `{weights[len(weights) // 2].name}`")
+    return Plan(target.name, tuple(entries))
+
+
+def kept(weights: Iterable[Weight], target: Target) -> Plan:
+    """Every weight as it is in the checkpoint: the float file that a runtime's own error is measured with."""
+    return Plan(target.name, tuple(_entry(w, target, formats.get(w.dtype), "kept as in the checkpoint", "rtn") for w in weights))
+
+
+def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> Plan:
+    """A plan.json, perhaps edited by hand: every name and format is checked, every price computed anew."""
+    try:
+        content: Any = json.loads(text)
+        schema, rows = content["schema"], dict(content["weights"])
+        target = target or targets.get(str(content["target"]))
+        chosen = {str(name): (str(row["format"]), str(row.get("method", "rtn")), str(row.get("reason", ""))) for name, row in rows.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+        raise InputError(f"this is not a plan: {failure!r}", "`fewbits quantize` writes one as plan.json") from failure
+    if schema != SCHEMA:
+        raise InputError(f"the plan has schema {schema}, this fewbits reads schema {SCHEMA}", "make the plan anew, or update fewbits")
+    weights = list(weights)
+    known = {weight.name for weight in weights}
+    for name in chosen:
+        if name not in known:
+            raise InputError(f"the plan names `{name}`, which the model does not have", "is it the plan of another model?")
+    entries = []
+    for weight in weights:
+        if weight.name not in chosen:
+            raise InputError(f"the plan leaves out `{weight.name}`", 'every weight needs a row; use "format": "fp16" to keep one in float')
+        name, method, reason = chosen[weight.name]
+        fmt = formats.get(name)
+        if why_not := refuses(weight, target, fmt):
+            raise InputError(f"the plan gives `{weight.name}` {fmt.name}: {why_not}", "choose another format for it in the plan")
+        entries.append(replace(_entry(weight, target, fmt, reason, method), reason=reason))
+    return Plan(target.name, tuple(entries))
+
+
+def refuses(weight: Weight, target: Target, fmt: Format) -> str | None:
+    return fmt.fits(weight.shape) or target.accepts(weight, fmt)
+
+
+def _entry(weight: Weight, target: Target, fmt: Format, reason: str, method: str) -> Entry:
+    why_not = refuses(weight, target, fmt)
+    if why_not:
+        fmt, reason = _next_that_fits(weight, target, fmt, why_not)
+    return Entry(weight.name, weight.shape, fmt.name, method, reason, target.nbytes(weight, fmt), fallback=bool(why_not))
+
+
+def _next_that_fits(weight: Weight, target: Target, asked: Format, why_not: str) -> tuple[Format, str]:
+    """The smallest format of no fewer bits than the one asked for: a fallback must not cost quality."""
+    floor = asked.bits_per_weight((256, 256))  # a shape that every format fits
+    keep = formats.get(weight.dtype)
+
+    def cost(fmt: Format) -> tuple[int, bool, bool]:  # of equal size: kept as it is, then packed like the one asked for
+        return target.nbytes(weight, fmt), fmt != keep, fmt.parts((256, 256)).keys() != asked.parts((256, 256)).keys()
+
+    fitting = [f for f in formats.all().values() if f.bits_per_weight((256, 256)) >= floor and not refuses(weight, target, f)]
+    if not fitting:
+        raise InputError(f"`{weight.name}` fits no format of {target.name}: {refuses(weight, target, keep)}", "choose another target")
+    fmt = min(fitting, key=cost)
+    return fmt, f"{why_not}; {'no smaller format fits' if fmt.levels is None else 'the next that fits'}: {fmt.name}"
+
+
+def _parse_override(text: str) -> tuple[str, re.Pattern[str], Format | None]:
+    pattern, equals, name = text.rpartition("=")
+    if not equals or not pattern:
+        raise InputError(f"the override `{text}` is not of the form REGEX=FORMAT", "for example --override 'self_attn=int4_g32'")
+    try:
+        compiled = re.compile(pattern)
+    except re.error as failure:
+        raise InputError(f"`{pattern}` is not a regular expression: {failure}", "for example --override 'self_attn=int4_g32'") from failure
+    return text, compiled, None if name.lower() == "keep" else formats.get(name)

@@ -1,0 +1,1 @@
+"""Results for people: tables on the terminal now, the report page later. Reads values, computes nothing."""

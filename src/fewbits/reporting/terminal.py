@@ -1,0 +1,172 @@
+"""Tables and messages for a person at a terminal. All on stderr: stdout is for data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from fewbits.comparison import Comparison
+    from fewbits.demonstration import Demo
+    from fewbits.formats import Format
+    from fewbits.inspection import Inspection
+    from fewbits.planning import Plan
+    from fewbits.verification import Verdict
+
+console = Console(stderr=True, highlight=False)
+
+
+def size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} GB"
+
+
+def error(message: str, hint: str = "") -> None:
+    console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    if hint:
+        console.print(f"\n[bold]hint:[/] {escape(hint)}", soft_wrap=True)
+
+
+def note(message: str) -> None:
+    console.print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
+
+
+def plan_summary(plan: Plan) -> None:
+    counts: dict[str, list[int]] = {}
+    for entry in plan.entries:
+        row = counts.setdefault(entry.format, [0, 0])
+        row[0], row[1] = row[0] + 1, row[1] + entry.nbytes
+    table = _table("plan", ("format", "weights", "bytes"))
+    for name, (count, nbytes) in sorted(counts.items(), key=lambda item: -item[1][1]):
+        table.add_row(name, str(count), size(nbytes))
+    table.add_row("all", str(len(plan.entries)), f"{size(plan.nbytes)}, {plan.bits_per_weight:.3f} bits per weight", style="bold")
+    console.print(table)
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for entry in plan.fallbacks:
+        reasons.setdefault((entry.format, entry.reason), []).append(entry.weight)
+    for (name, reason), weights in reasons.items():
+        which = weights[0] if len(weights) == 1 else f"{len(weights)} weights (the first: {weights[0]})"
+        note(f"{which} stored as {name}: {reason}")
+
+
+def verdict(verdict: Verdict) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    low, high = verdict.kl_ci95
+    table.add_row("runtime", f"{verdict.runtime} ({verdict.runtime_version})")
+    table.add_row("size", f"{size(verdict.bytes)}, {verdict.bits_per_weight:.3f} bits per weight")
+    table.add_row("tokens", f"{verdict.tokens:,}")
+    table.add_row(
+        "KL to float", f"{verdict.kl_mean:.5f}  (95 %: {low:.5f} .. {high:.5f}; p99 {verdict.kl_p99:.4f}, max {verdict.kl_max:.3f})"
+    )
+    if verdict.kl_floor is not None:
+        table.add_row("  of it the runtime's own", f"{verdict.kl_floor:.2e}  (the float file in the same runtime)")
+    ratio_low, ratio_high = verdict.ppl_ratio_ci95
+    ratio = f"ratio {verdict.ppl_ratio:.4f} (95 %: {ratio_low:.4f} .. {ratio_high:.4f})"
+    table.add_row("perplexity", f"{verdict.ppl:.4f} against {verdict.ppl_base:.4f}: {ratio}")
+    table.add_row("same top token", f"{100 * verdict.top1_agreement:.2f} %")
+    table.add_row("largest logit difference", f"{verdict.max_logit_diff:.3g}")
+    console.print(table)
+    for failure in verdict.failures:
+        console.print(f"[bold red]failed:[/] {failure}")
+    if verdict.passed:
+        asked = any(value is not None for value in vars(verdict.thresholds).values())
+        console.print("[bold green]passed[/]" if asked else "[bold green]ran[/], no threshold was asked for")
+
+
+def demo(result: Demo) -> None:
+    table = _table(f"{result.model} model", ("format", "runtime", "file", "bits/w", "KL to float (95 %)", "ppl ratio", "top-1", "as torch"))
+    for row in result.rows:
+        v, (low, high) = row.verdict, row.verdict.kl_ci95
+        kl = f"{v.kl_mean:.4f} ({low:.4f}-{high:.4f})" if v.kl_mean > 1e-3 else f"{v.kl_mean:.1e}"
+        agrees = "[green]yes[/]" if row.crosscheck.agrees else "[bold red]NO[/]"
+        cells = (
+            row.format,
+            v.runtime,
+            size(v.bytes),
+            f"{v.bits_per_weight:.2f}",
+            kl,
+            f"{v.ppl_ratio:.4f}",
+            f"{100 * v.top1_agreement:.1f} %",
+            agrees,
+        )
+        table.add_row(*cells)
+    console.print(table)
+    tokens = result.rows[0].verdict.tokens
+    console.print(
+        f"measured on {tokens:,} held-out tokens by running each file in its runtime; files and results.json are in {result.folder}/"
+    )
+    for row in result.rows:
+        if row.plan.fallbacks:
+            count, first = len(row.plan.fallbacks), row.plan.fallbacks[0]
+            note(f"{row.format} for {row.target}: {count} weights stored otherwise; {first.weight} as {first.format}: {first.reason}")
+        if not row.crosscheck.agrees:
+            c = row.crosscheck
+            error(f"{row.file} in {row.verdict.runtime} is {c.kl:.2e} (KL) from the same weights in torch; {c.limit:.2e} is explained")
+    for reason in result.skipped:
+        note(f"skipped {reason}")
+    console.print("[bold green]passed[/]" if result.passed else "[bold red]failed[/]")
+
+
+def formats(rows: Iterable[tuple[Format, float, str, str]]) -> None:
+    table = _table("formats", ("name", "bits/w", "per", "targets", "kernel", "what it is"))
+    for fmt, bits, targets, kernel in rows:
+        run = "-" if fmt.levels is None else "tensor" if fmt.tensor_wide else "row" if fmt.run is None else str(fmt.run)
+        table.add_row(fmt.name, f"{bits:.4g}", run, targets or "none yet", _short(kernel), fmt.about)
+    console.print(table)
+
+
+def inspection(found: Inspection) -> None:
+    tensors = f"{len(found.tensors)} tensors of {size(found.tensor_bytes)}"
+    console.print(f"[bold]{escape(found.path)}[/]: {found.kind}, {size(found.nbytes)} on disk, {tensors}")
+    for key, value in found.metadata.items():
+        text = str(value).replace("\n", " ")
+        console.print(f"  {escape(key)}: {escape(text if len(text) <= 96 else text[:93] + '...')}", soft_wrap=True)
+    table = _table(None, ("tensor", "type", "shape", "std", "peak", "-4 .. 4 std"))
+    for t in found.tensors:
+        shape = "x".join(map(str, t.shape)) or "scalar"
+        v = t.values
+        seen = (f"{v.std:.2g}", f"{v.peak:.1f}", v.picture) if v else ("", "", "")
+        table.add_row(escape(t.name.removesuffix(".weight")), t.type, shape, *seen)
+    console.print(table)
+    for t in found.tensors:
+        if t.values and t.values.nonfinite:
+            error(f"`{t.name}` holds {t.values.nonfinite} values that are not finite")
+
+
+def comparison(result: Comparison) -> None:
+    title = f"relative RMS error, {result.bits} bits, max scaling; x less: than per tensor"
+    table = _table(title, ("weight", "per tensor", "per channel", "x less", "per 64", "x less"))
+    for g in result.weights:
+        group = (f"{g.per_group:.4f}", f"{g.group_ratio:.2f}") if g.per_group and g.group_ratio else ("does not divide", "")
+        table.add_row(escape(g.weight), f"{g.per_tensor:.4f}", f"{g.per_channel:.4f}", f"{g.channel_ratio:.2f}", *group)
+    console.print(table)
+    base = next((row.error for row in result.formats if row.format == "q4_0"), None)
+    columns = ("format", "bits/w", "error max", "search", "to q4_0", "decode Gw/s", "kernel", "left out")
+    table = _table("the same weights by format: relative RMS error, decode speed", columns)
+    for row in result.formats:
+        errors = [f"{e:.5f}" if e is not None else "fits none" for e in (row.error_max, row.error)]
+        ratio = f"{row.error / base:.2f}x" if base and row.error is not None else ""
+        speed = f"{row.gigaweights_per_second:.2f}"
+        table.add_row(row.format, f"{row.bits_per_weight:.4g}", *errors, ratio, speed, _short(row.kernel), str(row.left_out or ""))
+    console.print(table)
+
+
+def _short(backend: str) -> str:
+    return backend.removeprefix("native-")
+
+
+def _table(title: str | None, columns: Iterable[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for number, column in enumerate(columns):
+        right = number > 0 and any(
+            word in column for word in ("bytes", "bits", "KL", "ratio", "top-1", "error", "search", "per ", "less", "Gw/s", "std", "peak")
+        )
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    return table

@@ -1,0 +1,80 @@
+"""The runtimes that judge a file: each runs the file itself and hands out its logits. One file per runtime."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fewbits.errors import InputError, MissingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Session(ABC):
+    """A model loaded in a runtime."""
+
+    @abstractmethod
+    def logits(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), vocabulary) float32
+        """Of one sequence, from an empty cache."""
+
+    def close(self) -> None:  # noqa: B027 - most runtimes have nothing to free
+        pass
+
+    def generate(self, tokens: list[int], count: int) -> list[int]:
+        """Greedy continuation, recomputing the whole sequence for each token: right, not fast."""
+        sequence = list(tokens)
+        for _ in range(count):
+            sequence.append(int(self.logits(sequence)[-1].argmax()))
+        return sequence[len(tokens) :]
+
+
+class Runtime(ABC):
+    name: str  # as `--runtime` takes it
+    extra: str  # `pip install fewbits[extra]` brings it; empty: part of the core
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """Why it cannot run here; None if it can."""
+
+    @abstractmethod
+    def version(self) -> str: ...
+
+    @abstractmethod
+    def takes(self, path: Path) -> bool:
+        """Whether this is a file of its kind."""
+
+    @abstractmethod
+    def open(self, path: Path, context: int) -> Session:
+        """Load the file for sequences of up to `context` tokens."""
+
+
+@cache
+def all() -> dict[str, Runtime]:
+    modules = sorted(m.name for m in pkgutil.iter_modules(__path__))
+    return {r.name: r for r in (importlib.import_module(f"{__name__}.{name}").RUNTIME for name in modules)}
+
+
+def get(name: str) -> Runtime:
+    if name.lower() not in all():
+        raise InputError(f"no runtime is named `{name}`", f"known runtimes: auto, {', '.join(all())}")
+    return all()[name.lower()]
+
+
+def for_file(path: Path) -> Runtime:
+    """The runtime that this file is meant for."""
+    for runtime in all().values():
+        if runtime.takes(path):
+            return runtime
+    raise InputError(f"no runtime takes `{path}`", "give a .gguf, an .onnx or a fewbits artifact folder")
+
+
+def needed(runtime: Runtime) -> Runtime:
+    """The same runtime, or an error that says how to get it."""
+    if reason := runtime.missing():
+        raise MissingError(f"{runtime.name} cannot run here: {reason}", f"pip install 'fewbits[{runtime.extra}]'")
+    return runtime

@@ -1,0 +1,227 @@
+"""llama.cpp itself, from the shared library inside the xllamacpp wheel, by its C interface.
+
+Its parameter structs are returned and passed by value as blobs larger than they are, which the calling conventions of
+x86-64 and arm64 allow for a last argument; so only the leading fields' places are assumed, for one version, and checked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits.errors import InputError, MissingError
+from fewbits.runtimes import Runtime, Session
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PACKAGE, VERSION = "xllamacpp", "2026.10.11549"
+_BATCH = 512  # tokens per call: the buffer for logits stays at 512 * vocabulary * 4 bytes
+_LEADING_CONTEXT_DEFAULTS = [512, 2048, 512, 1]  # n_ctx, n_batch, n_ubatch, n_seq_max
+_DEBUG, _ERROR = 1, 4  # ggml's log levels
+
+_log: deque[tuple[int, str]] = deque(maxlen=400)  # what llama.cpp said last; the interface has one log for the process
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [("content", ctypes.c_uint32 * 128)]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.POINTER(ctypes.c_float)),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+    ]
+
+
+_Log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_HANDLE, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_bool
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {  # name -> (result, arguments)
+    "llama_backend_init": (None, []),
+    "llama_log_set": (None, [_Log, _HANDLE]),
+    "llama_model_default_params": (_Params, []),
+    "llama_context_default_params": (_Params, []),
+    "llama_model_load_from_file": (_HANDLE, [ctypes.c_char_p, _Params]),
+    "llama_init_from_model": (_HANDLE, [_HANDLE, _Params]),
+    "llama_set_n_threads": (None, [_HANDLE, _INT, _INT]),
+    "llama_model_get_vocab": (_HANDLE, [_HANDLE]),
+    "llama_vocab_n_tokens": (_INT, [_HANDLE]),
+    "llama_tokenize": (_INT, [_HANDLE, ctypes.c_char_p, _INT, ctypes.POINTER(_INT), _INT, _BOOL, _BOOL]),
+    "llama_batch_init": (_Batch, [_INT, _INT, _INT]),
+    "llama_batch_free": (None, [_Batch]),
+    "llama_decode": (_INT, [_HANDLE, _Batch]),
+    "llama_get_logits": (ctypes.POINTER(ctypes.c_float), [_HANDLE]),
+    "llama_get_memory": (_HANDLE, [_HANDLE]),
+    "llama_memory_clear": (None, [_HANDLE, _BOOL]),
+    "llama_free": (None, [_HANDLE]),
+    "llama_model_free": (None, [_HANDLE]),
+}
+
+
+@cache
+def _library() -> Any:
+    spec = importlib.util.find_spec(PACKAGE)
+    assert spec and spec.submodule_search_locations
+    try:
+        library = ctypes.CDLL(str(next(Path(spec.submodule_search_locations[0]).glob("*.so"))))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, StopIteration, AttributeError) as failure:
+        hint = f"pip install --force-reinstall {PACKAGE}=={VERSION}"
+        raise MissingError(f"the llama.cpp in {PACKAGE} cannot be loaded: {failure}", hint) from failure
+    library.keep_log = _Log(_keep)  # ctypes does not hold on to it
+    library.llama_log_set(library.keep_log, None)
+    library.llama_backend_init()
+    if list(library.llama_context_default_params().content[:4]) != _LEADING_CONTEXT_DEFAULTS:
+        raise MissingError(
+            f"this build of {PACKAGE} lays its parameters out differently", f"pip install --force-reinstall {PACKAGE}=={VERSION}"
+        )
+    return library
+
+
+class LlamaCppSession(Session):
+    def __init__(self, path: Path, context: int) -> None:
+        import torch
+
+        self._library = library = _library()
+        self._model = self._context = None
+        _log.clear()
+        self._model = library.llama_model_load_from_file(str(path).encode(), library.llama_model_default_params())
+        if not self._model:
+            raise InputError(f"llama.cpp refuses `{path}`: {_last_complaint()}", "the file is damaged, or not made for this llama.cpp")
+        params = library.llama_context_default_params()
+        batch = min(context, _BATCH)
+        params.content[0], params.content[1], params.content[2] = context, batch, batch
+        self._context = library.llama_init_from_model(self._model, params)
+        if not self._context:
+            self.close()
+            raise MissingError(f"llama.cpp cannot make room for {context} tokens: {_last_complaint()}", "use a shorter context")
+        threads = torch.get_num_threads()
+        library.llama_set_n_threads(self._context, threads, threads)
+        self._vocab = library.llama_model_get_vocab(self._model)
+        self.vocabulary = int(library.llama_vocab_n_tokens(self._vocab))
+        self.context = context
+        self.flash_attention = any("Flash Attention enabled" in line for _, line in _log)  # left to llama.cpp; for reports
+
+    def logits(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), vocabulary) float32
+        import torch
+
+        self._check(len(tokens), tokens)
+        self._forget()
+        starts = range(0, len(tokens), _BATCH)
+        return torch.cat([self._decode(tokens[start : start + _BATCH], start, every=True) for start in starts])
+
+    def generate(self, tokens: list[int], count: int) -> list[int]:
+        """Greedy, with llama.cpp's own cache: one token at a time after the prompt."""
+        self._check(len(tokens) + count, tokens)
+        self._forget()
+        for start in range(0, len(tokens), _BATCH):
+            last = self._decode(tokens[start : start + _BATCH], start, every=False)
+        made: list[int] = []
+        while len(made) < count:
+            made.append(int(last[-1].argmax()))
+            last = self._decode(made[-1:], len(tokens) + len(made) - 1, every=False)
+        return made
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """As llama.cpp reads a prompt; `special` adds what the model wants at its ends. Names of control tokens stay plain text."""
+        content = text.encode()
+        room = len(content) + 8
+        out = (ctypes.c_int32 * room)()
+        count = self._library.llama_tokenize(self._vocab, content, len(content), out, room, special, False)
+        assert count >= 0, "a token is at least a byte long"
+        return list(out[:count])
+
+    def close(self) -> None:
+        if self._context:
+            self._library.llama_free(self._context)
+        if self._model:
+            self._library.llama_model_free(self._model)
+        self._model = self._context = None
+
+    def _check(self, length: int, tokens: Sequence[int]) -> None:
+        if not tokens:
+            raise InputError("there are no tokens to run", "give some text")
+        if length > self.context:
+            raise InputError(f"{length} tokens do not fit the context of {self.context}", "use a longer context or a shorter text")
+        if not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
+            raise InputError(f"token {max(tokens)} is outside the vocabulary of {self.vocabulary}", "is it the tokenizer of another model?")
+
+    def _forget(self) -> None:
+        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
+
+    def _decode(self, tokens: Sequence[int], start: int, every: bool) -> Tensor:
+        """Logits of these tokens, or of the last one alone, after those already in the cache."""
+        import numpy as np
+        import torch
+
+        batch = self._library.llama_batch_init(len(tokens), 0, 1)
+        try:
+            batch.n_tokens = len(tokens)
+            for i, token in enumerate(tokens):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, start + i, 1, 0
+                batch.logits[i] = every or i == len(tokens) - 1
+            if self._library.llama_decode(self._context, batch):
+                raise MissingError(f"llama.cpp could not run {len(tokens)} tokens: {_last_complaint()}", "use a shorter context")
+            shape = (len(tokens) if every else 1, self.vocabulary)
+            return torch.from_numpy(np.ctypeslib.as_array(self._library.llama_get_logits(self._context), shape).copy())
+        finally:
+            self._library.llama_batch_free(batch)
+
+
+def _keep(level: int, text: bytes | None, _: object) -> None:
+    line = (text or b"").decode(errors="replace").strip()
+    if level > _DEBUG and line:
+        _log.append((level, line))
+
+
+def _last_complaint() -> str:
+    """The last error that says more than that there was one, without the name of the C function it comes from."""
+    errors = [line for level, line in _log if level == _ERROR]
+    telling = [line for line in errors if "failed to load model" not in line] or errors
+    return re.sub(r"^\w+: (error loading model: )?", "", telling[-1]) if telling else "it does not say why"
+
+
+class LlamaCpp(Runtime):
+    name = "llama.cpp"
+    extra = "llamacpp"
+
+    def missing(self) -> str | None:
+        try:
+            found = installed_version(PACKAGE)
+        except PackageNotFoundError:
+            return f"{PACKAGE} {VERSION} is not installed"
+        return None if found == VERSION else f"{PACKAGE} is {found}, but {VERSION} is needed"
+
+    def version(self) -> str:
+        return f"{PACKAGE} {installed_version(PACKAGE)}"
+
+    def takes(self, path: Path) -> bool:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+
+    def open(self, path: Path, context: int) -> LlamaCppSession:
+        if reason := self.missing():
+            raise MissingError(f"llama.cpp cannot run here: {reason}", "pip install 'fewbits[llamacpp]'")
+        if not self.takes(path):
+            raise InputError(f"`{path}` is not a GGUF file", "give a file that `--to gguf` wrote")
+        return LlamaCppSession(path, context)
+
+
+RUNTIME = LlamaCpp()

@@ -1,0 +1,58 @@
+"""Containers that a runtime loads. One file per target; the file is the registration.
+
+A target is asked before planning what it can carry and at what price, so that no plan is undeployable or mispriced. It
+recognises structure (levels, run, offset), not names: int4_g32 and q4_0 are the same values in two layouts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits.errors import InputError
+
+if TYPE_CHECKING:
+    from fewbits.artifact import Artifact
+    from fewbits.formats import Format
+    from fewbits.model import Weight
+    from fewbits.progress import Progress
+
+
+class Target(ABC):
+    name: str  # as `--to` takes it
+    about: str
+    file_name: str  # what a folder given as output receives: `model.gguf`
+    runtime: str  # the runtime that `verify` uses by default: a name in fewbits.runtimes
+
+    @abstractmethod
+    def accepts(self, weight: Weight, fmt: Format) -> str | None:
+        """Why this target cannot carry this weight in this format; None if it can."""
+
+    @abstractmethod
+    def nbytes(self, weight: Weight, fmt: Format) -> int:
+        """Tensor bytes in the file, exactly."""
+
+    @abstractmethod
+    def supports(self, config: object) -> str | None:
+        """Why a model with this transformers config cannot be written; None if it can. Asked before any work."""
+
+    @abstractmethod
+    def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
+        """The complete file at `path` (the caller names a temporary place and renames it)."""
+
+
+@cache
+def all() -> dict[str, Target]:
+    modules = sorted(m.name for m in pkgutil.iter_modules(__path__))
+    found = (getattr(importlib.import_module(f"{__name__}.{name}"), "TARGET", None) for name in modules)
+    return {target.name: target for target in found if target is not None}
+
+
+def get(name: str) -> Target:
+    if name.lower() not in all():
+        raise InputError(f"no target is named `{name}`", f"known targets: {', '.join(all())}")
+    return all()[name.lower()]

@@ -1,0 +1,100 @@
+"""Layers of the transformers module, made to read a weight as the file stores it while the graph is traced.
+
+A layer keeps its object and all else its class does (Gemma scales its embedding, OPT shifts its positions): only the class that
+multiplies or looks up is exchanged, underneath. Buffers stand in for the arrays with their shape and no memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fewbits.targets.onnx.storage import Store
+
+_DOMAIN = "com.microsoft"
+
+
+class Reader:
+    """One stored weight, and the module whose buffers hold it; a tied output reads through the embedding's."""
+
+    def __init__(self, owner: nn.Module, store: Store) -> None:
+        self.owner, self.store = owner, store
+        for name, spec in store.specs().items():
+            owner.register_buffer(name, torch.zeros((), dtype=getattr(torch, spec.dtype)).expand(spec.shape))
+
+    def linear(self, x: Tensor) -> Tensor:  # (..., cols) -> (..., rows)
+        owner: Any = self.owner
+        if self.store.blocks is None:
+            return F.linear(x, owner.weight.float())
+        rows, cols = self.store.shape
+        attributes = self._attributes() | {"K": cols, "N": rows, "accuracy_level": self.store.accuracy_level}
+        return _op("MatMulNBits", (x, owner.codes, owner.scales), attributes, (*x.shape[:-1], rows))
+
+    def gather(self, ids: Tensor) -> Tensor:  # (...) -> (..., cols)
+        owner: Any = self.owner
+        if self.store.blocks is None:
+            return F.embedding(ids, owner.weight).float()
+        rows, cols = self.store.shape
+        codes = owner.codes.reshape(rows, -1)
+        padded = codes.shape[1] * 8 // self.store.blocks.bits
+        attributes = self._attributes() | {"gather_axis": 0, "quantize_axis": 1}
+        values = _op("GatherBlockQuantized", (codes, ids, owner.scales), attributes, (*ids.shape, padded))
+        return values if padded == cols else values[..., :cols]
+
+    def _attributes(self) -> dict[str, int]:
+        assert self.store.blocks
+        return {"bits": self.store.blocks.bits, "block_size": self.store.blocks.size}
+
+
+class _Linear(nn.Linear):
+    reader: Reader
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.reader.linear(x)
+        return y if self.bias is None else y + self.bias
+
+
+class _Conv1D(Conv1D):  # type: ignore[misc]  # transformers is untyped
+    reader: Reader
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias: Tensor = self.bias
+        return self.reader.linear(x) + bias
+
+
+class _Embedding(nn.Embedding):
+    reader: Reader
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.reader.gather(ids)
+
+
+_READING: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _Linear, Conv1D: _Conv1D, nn.Embedding: _Embedding}
+
+
+def replace(module: nn.Module, store: Store) -> Reader:
+    """Let this layer read a weight of its own."""
+    del module.weight
+    return share(module, Reader(module, store))
+
+
+def share(module: nn.Module, reader: Reader) -> Reader:
+    """Let this layer read a weight that another one holds."""
+    own: Any = module
+    if isinstance(getattr(own, "weight", None), nn.Parameter):
+        del own.weight
+    plain, reading = next((plain, reading) for plain, reading in _READING.items() if isinstance(module, plain))
+    cls = type(module)
+    # as the last base, `reading` is what a subclass's own forward reaches through super()
+    own.__class__ = reading if cls is plain else type(cls.__name__, (cls, reading), {})
+    own.reader = reader
+    return reader
+
+
+def _op(name: str, inputs: tuple[Tensor, ...], attributes: dict[str, int], shape: tuple[int, ...]) -> Tensor:
+    out: Tensor = torch.onnx.ops.symbolic(f"{_DOMAIN}::{name}", inputs, attributes, dtype=torch.float32, shape=shape, version=1)
+    return out

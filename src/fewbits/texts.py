@@ -1,0 +1,47 @@
+"""Text to token windows, the same for the model, the file under test and every runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fewbits.errors import InputError
+
+Window = list[int]
+
+
+def read(paths: Sequence[str | Path]) -> str:
+    pieces = []
+    for path in map(Path, paths):
+        try:
+            pieces.append(path.read_text(encoding="utf-8"))
+        except OSError as failure:
+            raise InputError(f"`{path}` cannot be read: {failure.strerror}", "give a text file with `--data`") from failure
+        except UnicodeDecodeError as failure:
+            raise InputError(f"`{path}` is not UTF-8 text", "give plain text with `--data`") from failure
+    return "\n\n".join(pieces)
+
+
+def windows(text: str, tokenizer: Any, length: int, tokens: int | None = None) -> list[Window]:
+    """Windows of `length` tokens that together predict at most `tokens` ones; each starts as a document does, with the
+    beginning-of-text token where the tokenizer puts one, because position 0 is unlike any other."""
+    prefix = tokenizer("").input_ids[:1]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    body = length - len(prefix)
+    if length < 2 or len(ids) < body:
+        raise InputError(
+            f"the text has {len(ids)} tokens, one window needs {body}", "give more text with `--data`, or a smaller `--length`"
+        )
+    count = len(ids) // body
+    if tokens is not None:
+        count = min(count, max(1, tokens // (length - 1)))
+    return [prefix + ids[i * body : (i + 1) * body] for i in range(count)]
+
+
+def window_length(config: Any, wanted: int | None) -> int:
+    """512 unless told otherwise, and never more than the model was made for."""
+    longest = int(getattr(config, "max_position_embeddings", None) or wanted or 512)
+    if wanted is not None and wanted > longest:
+        raise InputError(f"`--length {wanted}` is beyond the model's {longest} positions", f"use at most {longest}")
+    return min(wanted or 512, longest)

@@ -1,0 +1,158 @@
+"""How far a quantized model is from the float one: KL divergence, perplexity, agreement, with intervals and a verdict.
+
+Streaming: one window of logits at a time, from the reference and from every session under test; what stays is a few
+numbers per position.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from fewbits.progress import Progress
+    from fewbits.runtimes import Session
+    from fewbits.texts import Window
+
+    Floats = NDArray[np.float64]
+
+_POSITIONS = 128  # logits in double precision for so many positions at a time: 50 MB at a vocabulary of 50,000
+_BLOCK = 64  # neighbouring positions share their context and so their error: they are resampled together
+_RESAMPLES = 2000
+
+
+@dataclass
+class Measured:
+    """Numbers per position of one session, against the reference."""
+
+    kl: list[float] = field(default_factory=list)
+    nll: list[float] = field(default_factory=list)
+    nll_base: list[float] = field(default_factory=list)
+    agrees: list[bool] = field(default_factory=list)
+    max_logit_diff: float = 0.0
+
+    def add(self, reference: Tensor, logits: Tensor, following: Tensor) -> None:
+        """One window: logits (n, vocabulary) of both at every position that has a following token."""
+        for base, test, token in zip(*(t.split(_POSITIONS) for t in (reference, logits, following)), strict=True):
+            p, q = base.double().log_softmax(-1), test.double().log_softmax(-1)
+            self.kl += (p.exp() * (p - q)).sum(-1).tolist()
+            self.nll += (-q.gather(-1, token[:, None])[:, 0]).tolist()
+            self.nll_base += (-p.gather(-1, token[:, None])[:, 0]).tolist()
+            self.agrees += (base.argmax(-1) == test.argmax(-1)).tolist()
+            difference = float((base - test).abs().max())
+            self.max_logit_diff = max(self.max_logit_diff, difference) if math.isfinite(difference) else math.inf
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    max_kl: float | None = None
+    min_agreement: float | None = None
+    max_ppl_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    tokens: int
+    kl_mean: float
+    kl_ci95: tuple[float, float]
+    kl_p99: float
+    kl_max: float
+    kl_floor: float | None  # the float file in the same runtime: what the runtime's own arithmetic costs
+    ppl: float
+    ppl_base: float
+    ppl_ratio: float
+    ppl_ratio_ci95: tuple[float, float]
+    top1_agreement: float
+    max_logit_diff: float
+    bytes: int
+    bits_per_weight: float
+    runtime: str
+    runtime_version: str
+    thresholds: Thresholds
+    failures: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self) | {"passed": self.passed}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1)
+
+
+def measure(
+    reference: Session, sessions: Mapping[str, Session], windows: Sequence[Window], progress: Progress[Window]
+) -> dict[str, Measured]:
+    """Every session on the same windows; the reference is computed once for all of them."""
+    import torch
+
+    measured = {name: Measured() for name in sessions}
+    for window in progress(windows, len(windows), "verifying"):
+        base, following = reference.logits(window)[:-1], torch.tensor(window[1:])
+        for name, session in sessions.items():
+            measured[name].add(base, session.logits(window)[:-1, : base.shape[1]], following)
+    return measured
+
+
+def judge(
+    measured: Measured,
+    thresholds: Thresholds,
+    *,
+    nbytes: int,
+    bits_per_weight: float,
+    runtime: str,
+    runtime_version: str,
+    kl_floor: float | None = None,
+) -> Verdict:
+    kl, nll, base = (np.array(values) for values in (measured.kl, measured.nll, measured.nll_base))
+    ratio, agreement = float(np.exp(nll.mean() - base.mean())), float(np.mean(measured.agrees))
+    failures = []
+    if not (np.isfinite(kl).all() and np.isfinite(nll).all() and math.isfinite(measured.max_logit_diff)):
+        failures.append("the logits are not all finite")
+    if thresholds.max_kl is not None and not kl.mean() <= thresholds.max_kl:
+        failures.append(f"KL {kl.mean():.5f} is above {thresholds.max_kl:g}")
+    if thresholds.min_agreement is not None and not agreement >= thresholds.min_agreement:
+        failures.append(f"top-1 agreement {agreement:.4f} is below {thresholds.min_agreement:g}")
+    if thresholds.max_ppl_ratio is not None and not ratio <= thresholds.max_ppl_ratio:
+        failures.append(f"perplexity ratio {ratio:.4f} is above {thresholds.max_ppl_ratio:g}")
+    low, high = bootstrap_ci95(nll - base)
+    return Verdict(
+        tokens=len(kl),
+        kl_mean=float(kl.mean()),
+        kl_ci95=bootstrap_ci95(kl),
+        kl_p99=float(np.quantile(kl, 0.99)),
+        kl_max=float(kl.max()),
+        kl_floor=kl_floor,
+        ppl=float(np.exp(nll.mean())),
+        ppl_base=float(np.exp(base.mean())),
+        ppl_ratio=ratio,
+        ppl_ratio_ci95=(math.exp(low), math.exp(high)),
+        top1_agreement=agreement,
+        max_logit_diff=measured.max_logit_diff,
+        bytes=nbytes,
+        bits_per_weight=bits_per_weight,
+        runtime=runtime,
+        runtime_version=runtime_version,
+        thresholds=thresholds,
+        failures=tuple(failures),
+    )
+
+
+def bootstrap_ci95(values: Floats, block: int = _BLOCK, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the mean, resampling blocks of neighbours (a remainder joins as a shorter block)."""
+    edges = np.arange(0, len(values), block)
+    sums, sizes = np.add.reduceat(values, edges), np.diff(np.append(edges, len(values)))
+    picks = np.random.default_rng(seed).integers(0, len(edges), (_RESAMPLES, len(edges)))
+    means = sums[picks].sum(1) / sizes[picks].sum(1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)

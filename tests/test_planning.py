@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fewbits import formats, planning, targets
+from fewbits.errors import InputError
+from fewbits.model import Weight
+
+GGUF = "gguf"
+WEIGHTS = [
+    Weight("model.embed_tokens", (512, 256), "embedding", "fp16", tied_to="lm_head"),
+    Weight("model.layers.0.self_attn.q_proj", (256, 256), "attention", "fp16"),
+    Weight("model.layers.0.mlp.down_proj", (256, 768), "mlp", "fp16"),
+    Weight("model.layers.0.mlp.odd", (64, 172), "mlp", "fp32"),
+    Weight("model.layers.0.mlp.narrow", (64, 64), "mlp", "fp32"),
+]
+
+
+def plan(name: str, *overrides: str) -> planning.Plan:
+    return planning.uniform(WEIGHTS, targets.get(GGUF), formats.get(name), overrides)
+
+
+def test_every_weight_is_in_the_plan_with_a_reason() -> None:
+    made = plan("q4_k")
+    assert [e.weight for e in made.entries] == [w.name for w in WEIGHTS]
+    assert all(e.reason for e in made.entries)
+
+
+def test_a_weight_that_does_not_fit_gets_the_next_format_and_the_reason() -> None:
+    made = plan("q4_k")
+    narrow, odd = made["model.layers.0.mlp.narrow"], made["model.layers.0.mlp.odd"]
+    assert narrow.format == "q4_0" and narrow.fallback
+    assert "64 columns do not divide into q4_k's blocks of 256" in narrow.reason
+    assert odd.format == "fp16"  # 172 columns: no block of 32 either
+    assert {e.weight for e in made.fallbacks} == {narrow.weight, odd.weight}
+
+
+def test_a_fallback_never_has_fewer_bits_than_what_was_asked_for() -> None:
+    for fmt in formats.all().values():
+        asked = fmt.bits_per_weight((256, 256))
+        for entry in plan(fmt.name).fallbacks:
+            assert formats.get(entry.format).bits_per_weight((256, 256)) >= asked
+
+
+def test_the_last_override_that_matches_wins() -> None:
+    made = plan("q4_k", "layers=q8_0", "self_attn=keep")
+    assert made["model.layers.0.mlp.down_proj"].format == "q8_0"
+    assert made["model.layers.0.self_attn.q_proj"].format == "fp16"
+    assert made["model.layers.0.self_attn.q_proj"].reason == "--override self_attn=keep"
+    assert made["model.embed_tokens"].format == "q4_k"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("q4_k", "not of the form"),
+        ("(=q4_k", "not a regular expression"),
+        ("nothing=q4_k", "matches no weight"),
+        ("mlp=q4_z", "no format is named"),
+    ],
+)
+def test_a_wrong_override_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        plan("q8_0", text)
+
+
+def test_a_plan_survives_json() -> None:
+    made = plan("q4_k", "down_proj=q8_0")
+    back = planning.read(made.to_json(), WEIGHTS)
+    assert [(e.weight, e.format, e.method, e.reason, e.nbytes) for e in back.entries] == [
+        (e.weight, e.format, e.method, e.reason, e.nbytes) for e in made.entries
+    ]
+
+
+def test_a_plan_edited_by_hand_is_priced_anew() -> None:
+    text = json.loads(plan("q4_k").to_json())
+    text["weights"]["model.layers.0.mlp.down_proj"]["format"] = "q8_0"
+    made = planning.read(json.dumps(text), WEIGHTS)
+    assert made["model.layers.0.mlp.down_proj"].nbytes == 256 * 768 // 32 * 34
+    assert made.nbytes > plan("q4_k").nbytes
+
+
+def edited(change) -> str:
+    text = json.loads(plan("q4_k").to_json())
+    change(text)
+    return json.dumps(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a plan"),
+        ("[]", "not a plan"),
+        ('{"schema": 1}', "not a plan"),
+        (edited(lambda t: t.update(schema=2)), "schema 2"),
+        (edited(lambda t: t["weights"].pop("model.embed_tokens")), "leaves out `model.embed_tokens`"),
+        (edited(lambda t: t["weights"].update(other={"format": "q4_k"})), "names `other`"),
+        (edited(lambda t: t["weights"]["model.layers.0.mlp.odd"].update(format="q4_k")), "do not divide"),
+        (edited(lambda t: t["weights"]["model.embed_tokens"].update(format="q3_s6")), "q3_s6"),
+    ],
+)
+def test_a_wrong_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        planning.read(text, WEIGHTS)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["formats"], ["quantize", "--help"]])
+def test_verbs_without_weights_load_no_torch(words: list[str]) -> None:
+    code = (
+        f"import sys; sys.argv = ['fewbits', *{words!r}]\nfrom fewbits import cli\n"
+        "try: cli.main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
