@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,3 +16,20 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session")
 def embedded_model() -> model.Model:
     return model.open(embedded.MODEL)
+
+
+@pytest.fixture(scope="session")
+def narrow_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose 64 and 172 columns divide by no block of 256, and partly by none of 32, in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=2048, max_position_embeddings=128, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("narrow")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(embedded.MODEL / name, folder / name)
+    return folder

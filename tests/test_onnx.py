@@ -118,7 +118,7 @@ def test_every_weight_has_the_operator_and_the_bits_of_the_plan(small: Written) 
     for weight in small.artifact.weights:
         fmt = formats.get(small.plan[weight.name].format)
         if fmt.levels is None:
-            stored = onnx.TensorProto.DataType.Name(small.initializers[f"{weight.name}.weight"].data_type)
+            stored = onnx.TensorProto.DataType.Name(small.initializers[f"{weight.name}.values"].data_type)
             assert stored == {"fp16": "FLOAT16", "bf16": "BFLOAT16", "fp32": "FLOAT"}[fmt.name]
             continue
         bits = int(math.log2(len(fmt.levels)))
@@ -138,7 +138,7 @@ def test_no_quantized_weight_is_in_the_file_twice_or_in_float(small: Written) ->
 
 
 def parts_of(written: Written, weight: Weight) -> tuple[str, ...]:
-    return ("weight",) if formats.get(written.plan[weight.name].format).levels is None else ("codes", "scales")
+    return ("values",) if formats.get(written.plan[weight.name].format).levels is None else ("codes", "scales")
 
 
 def test_the_bytes_of_every_weight_are_those_of_the_plan(small: Written) -> None:
@@ -176,7 +176,8 @@ def single_and_double(written: Written, tokens: list[int]) -> tuple[Tensor, Tens
     module = written.artifact.module()
     single = of_module(module).logits(tokens)
     with torch.inference_mode():
-        return single, module.double()(torch.tensor([tokens]), use_cache=False).logits[0]
+        exact: Tensor = module.double()(torch.tensor([tokens]), use_cache=False).logits[0]
+    return single, exact
 
 
 def assert_as_good_as_float32(got: Tensor, single: Tensor, exact: Tensor) -> None:
@@ -216,13 +217,14 @@ def test_the_default_level_is_off_by_what_int8_inputs_explain(attention_only: Wr
             layer.register_forward_pre_hook(lambda _, x: (rounded_to_int8(x[0], 32),))
     explained = of_module(module).logits(tokens) - exact
     found = runtimes.get("onnxruntime").open(attention_only.path, 512).logits(tokens) - exact
-    assert 0.5 < found.norm() / explained.norm() < 1.5  # an estimate of a rounding error, not the error itself
+    assert (found - explained).norm() < 0.1 * explained.norm()  # 0.024 here: a value near the middle of two steps may round either way
 
 
 def rounded_to_int8(x: Tensor, run: int) -> Tensor:
     blocks = x.unflatten(-1, (-1, run))
     step = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-    return ((blocks / step).round() * step).flatten(-2)
+    rounded: Tensor = ((blocks / step).round() * step).flatten(-2)
+    return rounded
 
 
 def test_level_4_is_right_without_graph_optimizations_too(attention_only: Written, embedded_model: model.Model) -> None:

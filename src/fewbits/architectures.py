@@ -157,7 +157,8 @@ def rope_factors(config: Any) -> Tensor | None:
     half = int(_attribute(config, "head_dim")) // 2
     plain = float(config.rope_parameters["rope_theta"]) ** (-torch.arange(half, dtype=torch.float64) / half)
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    return (plain / scaled.double()).float()
+    factors: Tensor = (plain / scaled.double()).float()
+    return factors
 
 
 def row_order(config: Any, name: str) -> list[int] | None:

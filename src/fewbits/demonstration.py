@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fewbits import artifact as artifacts
-from fewbits import embedded, formats, model, pipeline, planning, runtimes, targets, texts, verification
+from fewbits import embedded, formats, model, pipeline, planning, runtimes, targets, verification
 from fewbits.artifact import Artifact
 from fewbits.crosscheck import CrossCheck, crosscheck
 from fewbits.errors import InputError
@@ -68,8 +68,8 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
     folder = Path(out)
     source = model.open(_source(name, progress))
     tokens = tokens or (pipeline.TOKENS if name == "embedded" else 4096)
-    length = texts.window_length(source.config, None)
-    windows = texts.windows(embedded.verification_text(), source.tokenizer, length, tokens)
+    windows = pipeline.held_out_windows(source, (), None, tokens)
+    length = len(windows[0])
 
     skipped = tuple(
         f"{r.name}: {reason} (pip install 'fewbits[{r.extra}]')" for r in map(_runtime, targets.all()) if (reason := r.missing())
@@ -103,7 +103,7 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
                     runtime_version=_runtime(to).version(),
                     kl_floor=floors[to],
                 )
-                check = crosscheck(artifact, sessions[f"{label}-{to}"], few, floors[to])
+                check = crosscheck(artifact, targets.get(to), sessions[f"{label}-{to}"], few, floors[to])
                 done.append(Row(label, to, path.name, plan, verdict, check))
         finally:
             for session in sessions.values():

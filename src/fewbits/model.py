@@ -83,7 +83,8 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Any:
-        return load_tokenizer(self.path)
+        inside = getattr(self.checkpoint, "tokenizer", None)  # a GGUF carries its own
+        return inside or load_tokenizer(self.path)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -159,11 +160,13 @@ def empty_module(config: Any) -> nn.Module:
 
 
 def load_tokenizer(folder: Path) -> Any:
+    if folder.suffix.lower() == ".gguf":
+        from fewbits.checkpoints.gguf_file import GgufFile
+
+        return GgufFile(folder).tokenizer
     from transformers import AutoTokenizer
 
     try:
-        if folder.suffix.lower() == ".gguf":
-            return AutoTokenizer.from_pretrained(folder.parent, gguf_file=folder.name, local_files_only=True, trust_remote_code=False)
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as failure:
         hint = "copy tokenizer.json and tokenizer_config.json from where the model came from"

@@ -64,8 +64,9 @@ def quantize(
     source, target = models.open(model, offline), targets.get(to)
     made = make_plan(source, target, format, plan, override, method)
     path = output_path(Path(out), target)
-    if verify_file:
+    if verify_file:  # what verifying will need, asked for before hours of work
         runtimes.needed(runtimes.get(target.runtime))
+        held_out_windows(source, data, None, TOKENS)
     work = path.with_name(f"{path.name}.work")
     artifact = artifacts.quantize(source, made, work / "artifact", progress)
     export(artifact, path, to=to, progress=progress)
@@ -133,9 +134,8 @@ def verify(
         raise InputError(f"there is nothing at `{path}`", "give a .gguf, an .onnx or a fewbits artifact folder")
     source = against if isinstance(against, models.Model) else models.open(against)
     judge = runtimes.needed(runtimes.for_file(path) if runtime == "auto" else runtimes.get(runtime))
-    text = texts.read(data) if data else embedded.verification_text()
-    length = texts.window_length(source.config, length)
-    windows = texts.windows(text, source.tokenizer, length, tokens)
+    windows = held_out_windows(source, data, length, tokens)
+    length = len(windows[0])
 
     with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
         sessions = {"file": judge.open(path, length)}
@@ -156,6 +156,11 @@ def verify(
         runtime_version=judge.version(),
         kl_floor=kl_floor,
     )
+
+
+def held_out_windows(source: Model, data: Sequence[str | Path], length: int | None, tokens: int) -> list[texts.Window]:
+    text = texts.read(data) if data else embedded.verification_text()
+    return texts.windows(text, source.tokenizer, texts.window_length(source.config, length), tokens)
 
 
 def float_file(source: Model, target: Target, folder: Path, progress: Progress[Any]) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +111,7 @@ def _texts_and_types(texts: Mapping[int, str], added: Mapping[int, Any], size: i
         tokens.append(text)
         types.append(kind)
     if len(set(tokens)) < size:  # llama.cpp aborts on these, and takes the process with it
-        twice = next(text for i, text in enumerate(tokens) if text in tokens[:i])
+        twice = Counter(tokens).most_common(1)[0][0]
         raise InputError(f"the tokenizer has two ids for `{twice}`, which llama.cpp does not allow", _HINT)
     return tokens, types
 

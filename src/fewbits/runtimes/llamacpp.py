@@ -71,6 +71,15 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {  # name -> (result, arguments)
 }
 
 
+def _keep(level: int, text: bytes | None, _: object) -> None:
+    line = (text or b"").decode(errors="replace").strip()
+    if level > _DEBUG and line:
+        _log.append((level, line))
+
+
+_keep_log = _Log(_keep)  # named, so that it lives: ctypes does not hold on to a callback
+
+
 @cache
 def _library() -> Any:
     spec = importlib.util.find_spec(PACKAGE)
@@ -83,8 +92,7 @@ def _library() -> Any:
     except (OSError, StopIteration, AttributeError) as failure:
         hint = f"pip install --force-reinstall {PACKAGE}=={VERSION}"
         raise MissingError(f"the llama.cpp in {PACKAGE} cannot be loaded: {failure}", hint) from failure
-    library.keep_log = _Log(_keep)  # ctypes does not hold on to it
-    library.llama_log_set(library.keep_log, None)
+    library.llama_log_set(_keep_log, None)
     library.llama_backend_init()
     if list(library.llama_context_default_params().content[:4]) != _LEADING_CONTEXT_DEFAULTS:
         raise MissingError(
@@ -181,12 +189,6 @@ class LlamaCppSession(Session):
             return torch.from_numpy(np.ctypeslib.as_array(self._library.llama_get_logits(self._context), shape).copy())
         finally:
             self._library.llama_batch_free(batch)
-
-
-def _keep(level: int, text: bytes | None, _: object) -> None:
-    line = (text or b"").decode(errors="replace").strip()
-    if level > _DEBUG and line:
-        _log.append((level, line))
 
 
 def _last_complaint() -> str:

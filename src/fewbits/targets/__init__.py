@@ -37,6 +37,10 @@ class Target(ABC):
         """Tensor bytes in the file, exactly."""
 
     @abstractmethod
+    def activation_block(self, weight: Weight, fmt: Format) -> int | None:
+        """Columns over which the runtime rounds this weight's input to 8 bits before it multiplies; None: it does not."""
+
+    @abstractmethod
     def supports(self, config: object) -> str | None:
         """Why a model with this transformers config cannot be written; None if it can. Asked before any work."""
 

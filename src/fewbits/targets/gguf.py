@@ -102,6 +102,10 @@ class Gguf(Target):
         own = layout(fmt)
         return own.nbytes(weight.shape) if own else fmt.nbytes(weight.shape)
 
+    def activation_block(self, weight: Weight, fmt: Format) -> int | None:
+        own = layout(fmt)
+        return own.block if own and own.block > 1 else None  # ggml pairs a block of 32 with Q8_0, a super-block with Q8_K
+
     def supports(self, config: object) -> str | None:
         return architectures.unsupported(config)
 

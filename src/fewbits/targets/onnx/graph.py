@@ -74,7 +74,8 @@ def trace(artifact: Artifact, stores: Mapping[str, Store]) -> ir.Model:
                 model.graph.initializers[name].const_value = None  # what has no value cannot be folded
             onnxscript.optimizer.optimize_ir(model)
     except Exception as failure:
-        reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        cause = failure.__cause__ or failure  # torch.onnx wraps it in a page of advice
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         hint = "torch.onnx cannot trace this architecture; `--to gguf` may carry it"
         raise InputError(f"`{artifact.config.model_type}` cannot be exported to ONNX: {reason}", hint) from failure
     ClearMetadataAndDocStringPass()(model)  # stack traces hold paths of this machine

@@ -29,7 +29,7 @@ class Reader:
     def linear(self, x: Tensor) -> Tensor:  # (..., cols) -> (..., rows)
         owner: Any = self.owner
         if self.store.blocks is None:
-            return F.linear(x, owner.weight.float())
+            return F.linear(x, owner.values.float())
         rows, cols = self.store.shape
         attributes = self._attributes() | {"K": cols, "N": rows, "accuracy_level": self.store.accuracy_level}
         return _op("MatMulNBits", (x, owner.codes, owner.scales), attributes, (*x.shape[:-1], rows))
@@ -37,7 +37,7 @@ class Reader:
     def gather(self, ids: Tensor) -> Tensor:  # (...) -> (..., cols)
         owner: Any = self.owner
         if self.store.blocks is None:
-            return F.embedding(ids, owner.weight).float()
+            return F.embedding(ids, owner.values).float()
         rows, cols = self.store.shape
         codes = owner.codes.reshape(rows, -1)
         padded = codes.shape[1] * 8 // self.store.blocks.bits
@@ -78,15 +78,14 @@ _READING: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _Linear, Conv1D: 
 
 def replace(module: nn.Module, store: Store) -> Reader:
     """Let this layer read a weight of its own."""
-    del module.weight
     return share(module, Reader(module, store))
 
 
 def share(module: nn.Module, reader: Reader) -> Reader:
     """Let this layer read a weight that another one holds."""
     own: Any = module
-    if isinstance(getattr(own, "weight", None), nn.Parameter):
-        del own.weight
+    del own.weight
+    own.weight = torch.empty(0)  # Gemma asks for its dtype; whoever would compute with it must fail
     plain, reading = next((plain, reading) for plain, reading in _READING.items() if isinstance(module, plain))
     cls = type(module)
     # as the last base, `reading` is what a subclass's own forward reaches through super()
@@ -96,5 +95,5 @@ def share(module: nn.Module, reader: Reader) -> Reader:
 
 
 def _op(name: str, inputs: tuple[Tensor, ...], attributes: dict[str, int], shape: tuple[int, ...]) -> Tensor:
-    out: Tensor = torch.onnx.ops.symbolic(f"{_DOMAIN}::{name}", inputs, attributes, dtype=torch.float32, shape=shape, version=1)
+    out: Tensor = torch.onnx.ops.symbolic(f"{_DOMAIN}::{name}", inputs, {**attributes}, dtype=torch.float32, shape=shape, version=1)
     return out

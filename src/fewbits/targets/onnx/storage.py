@@ -2,6 +2,7 @@
 
     codes   uint8 [rows, blocks, size * bits / 8], lowest bits first, stored as q + 2^(bits-1); a last block is padded with zeros
     scales  float32 [rows, blocks]
+    values  of a kept weight: [rows, cols] in its own type
 
 Scales are float16 values stored as float32, 0.5 bits per weight more at blocks of 32. MatMulNBits wants the type of its input,
 and a Cast in the graph would not do: ONNX Runtime 1.31 reads scales that are not initializers as garbage at accuracy level 4
@@ -39,7 +40,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Store:
-    """One weight of the file: `blocks` None for a kept one."""
+    """One weight of the file; a kept one has no blocks."""
 
     fmt: Format
     shape: Shape
@@ -47,13 +48,11 @@ class Store:
     accuracy_level: int
 
     def specs(self) -> dict[str, Spec]:
-        if self.blocks:
-            return self.blocks.specs(self.shape)
-        return {"weight": self.fmt.parts(self.shape)["values"]}
+        return self.blocks.specs(self.shape) if self.blocks else self.fmt.parts(self.shape)
 
     def arrays(self, parts: Parts) -> dict[str, Tensor]:
         if self.blocks is None:
-            return {"weight": parts["values"]}
+            return parts
         rows, cols = self.shape
         (_, count, _), size = self.specs()["codes"].shape, self.blocks.size
         codes, grid = self.fmt.unpack(parts)
