@@ -17,7 +17,7 @@ from fewbits import architectures, artifact, embedded, formats, model, planning,
 from fewbits.artifact import Artifact
 from fewbits.errors import InputError
 from fewbits.files import is_full_disk
-from fewbits.model import Weight
+from fewbits.model import Weight, load_tokenizer
 from fewbits.progress import silent
 from fewbits.targets.gguf import layout
 
@@ -256,7 +256,7 @@ def test_every_format_with_a_name_of_ggml_is_one_of_its_types() -> None:
     ],
 )
 def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(config: Any, reason: str | None) -> None:
-    found = GGUF.supports(config)
+    found = GGUF.supports(config, load_tokenizer(embedded.MODEL))
     assert found is None if reason is None else reason in (found or "")
 
 

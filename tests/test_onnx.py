@@ -243,6 +243,7 @@ def test_attention_only_int4_keeps_perplexity_within_one_percent(
     tokens = embedded_model.tokenizer(verification_text()[:40_000])["input_ids"][:8192]
     floats = of_module(embedded_model.module())
     written = runtimes.get("onnxruntime").open(attention_only.path, 512)
+    # sees a wrong layout (swapped nibbles: 3.9), hardly bad rounding: noise of half a standard deviation on these weights gives 1.007
     assert perplexity(written, tokens) / perplexity(floats, tokens) <= 1.01
     exact = runtimes.get("onnxruntime").open(at_level(attention_only, 0, tmp_path / "exact.onnx"), 512)
     assert_as_good_as_float32(exact.logits(tokens[:256]), *single_and_double(attention_only, tokens[:256]))
@@ -303,8 +304,8 @@ def test_models_that_cannot_be_written_are_refused_before_any_work(architecture:
     import transformers
 
     config = getattr(transformers, architecture.partition("For")[0] + "Config")(architectures=[architecture])
-    assert targets.get("onnx").supports(config)
-    assert targets.get("onnx").supports(LLAMA) is None
+    assert targets.get("onnx").supports(config, None)
+    assert targets.get("onnx").supports(LLAMA, None) is None
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "flipped"])

@@ -79,9 +79,8 @@ def quantize(
 
 def make_plan(source: Model, target: Target, format: str | None, plan: str | Path | None, override: Sequence[str], method: str) -> Plan:
     """Everything that can be refused is refused here, before any work."""
-    if why_not := target.supports(source.config):
+    if why_not := target.supports(source.config, source.tokenizer):
         raise InputError(f"{target.name} cannot hold `{source.path.name}`: {why_not}", f"other targets: {', '.join(targets.all())}")
-    _ = source.tokenizer
     if (format is None) == (plan is None):
         raise InputError("give a budget", "--format NAME for one format for all, or --plan plan.json")
     if format is not None:
@@ -103,7 +102,7 @@ def export(artifact: Artifact | str | Path, out: str | Path, *, to: str, progres
         artifact = Artifact(Path(artifact))
     target = targets.get(to)
     path = output_path(Path(out), target)
-    if why_not := target.supports(artifact.config):
+    if why_not := target.supports(artifact.config, artifact.tokenizer):
         raise InputError(f"{target.name} cannot hold `{artifact.path}`: {why_not}", f"other targets: {', '.join(targets.all())}")
     for weight in artifact.weights:
         fmt = formats.get(artifact.plan[weight.name].format)

@@ -13,7 +13,7 @@ Levels = tuple[float, ...]
 def encode(w: Tensor, levels: Levels, scale: Tensor, offset: Tensor | None = None) -> Tensor:
     """The code of the level nearest to each weight. A zero scale can only say `offset`: any code would do, zero's is taken."""
     x = w if offset is None else w - offset
-    return nearest(torch.where(scale == 0, 0.0, x / scale), levels)
+    return nearest(x / scale.masked_fill(scale == 0, torch.inf), levels)
 
 
 def decode(codes: Tensor, levels: Levels | None, scale: Tensor, offset: Tensor | None = None) -> Tensor:

@@ -41,8 +41,8 @@ class Target(ABC):
         """Columns over which the runtime rounds this weight's input to 8 bits before it multiplies; None: it does not."""
 
     @abstractmethod
-    def supports(self, config: object) -> str | None:
-        """Why a model with this transformers config cannot be written; None if it can. Asked before any work."""
+    def supports(self, config: Any, tokenizer: Any) -> str | None:
+        """Why a model with this transformers config and tokenizer cannot be written; None if it can. Asked before any work."""
 
     @abstractmethod
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import architectures, formats
-from fewbits.errors import InputError
 from fewbits.targets import Target
 
 if TYPE_CHECKING:
@@ -106,15 +105,18 @@ class Gguf(Target):
         own = layout(fmt)
         return own.block if own and own.block > 1 else None  # ggml pairs a block of 32 with Q8_0, a super-block with Q8_K
 
-    def supports(self, config: object) -> str | None:
-        return architectures.unsupported(config)
+    def supports(self, config: Any, tokenizer: Any) -> str | None:
+        from fewbits import vocabularies
+
+        if reason := architectures.unsupported(config):
+            return reason
+        vocabularies.of(tokenizer, config.vocab_size)  # refuses what llama.cpp would silently split otherwise
+        return None
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
         import gguf
 
         config = artifact.config
-        if reason := self.supports(config):
-            raise InputError(f"this model cannot be a GGUF: {reason}", "choose another target")
         tensors = list(_tensors(artifact))
         writer = gguf.GGUFWriter(path, architectures.of(config).gguf)
         try:
