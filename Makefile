@@ -5,7 +5,7 @@ NATIVE := CMakeLists.txt $(wildcard src/fewbits/kernels/native/*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-all lint format wheel wheel-check train clean
+.PHONY: demo test test-all lint format wheel wheel-check train clean readme-results
 
 demo: .venv/ready
 	$(BIN)/fewbits demo -o demo-out
@@ -37,6 +37,9 @@ wheel-check: wheel
 	rm -rf build/wheel-check && $(PYTHON) -m venv build/wheel-check
 	build/wheel-check/bin/python -m pip install --quiet -c constraints.txt "$$(ls dist/*.whl)[llamacpp,onnx]"
 	cd build/wheel-check && PATH=$$PWD/bin ./bin/fewbits demo -o demo-out
+
+readme-results: demo
+	$(BIN)/python tools/readme_results.py
 
 train: .venv/ready
 	$(BIN)/python tools/train_embedded.py

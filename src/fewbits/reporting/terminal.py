@@ -81,14 +81,14 @@ def verdict(verdict: Verdict) -> None:
 
 
 def demo(result: Demo) -> None:
-    columns = ("format", "runtime", "bytes", "bits/w", "KL to float (95 %)", "ppl ratio", "top-1", "as torch")
+    columns = ("format", "runtime", "bytes", "bits/w", "KL to float", "ppl ratio", "top-1", "as torch")
     table = _table(f"the {result.model} model in each format, run by its runtime", columns)
     for row in result.rows:
         v = row.verdict
         half = (v.kl_ci95[1] - v.kl_ci95[0]) / 2
-        kl = f"{v.kl_mean:.5f} ±{half:.5f}" if v.kl_mean > 1e-3 else f"{v.kl_mean:.1e} ±{half:.0e}"
+        kl = f"{v.kl_mean:.4f}±{half:.4f}" if v.kl_mean > 1e-3 else f"{v.kl_mean:.1e}"
         agrees = "[green]yes[/]" if row.crosscheck.agrees else "[bold red]NO[/]"
-        figures = (size(v.bytes), f"{v.bits_per_weight:.2f}", kl, f"{v.ppl_ratio:.4f}", f"{100 * v.top1_agreement:.1f} %")
+        figures = (size(v.bytes), f"{v.bits_per_weight:.2f}", kl, f"{v.ppl_ratio:.4f}", f"{100 * v.top1_agreement:.1f}%")
         table.add_row(row.format, v.runtime, *figures, agrees)
     console.print(table)
     tokens = result.rows[0].verdict.tokens
@@ -156,7 +156,7 @@ def _short(backend: str) -> str:
 
 
 def _table(title: str | None, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), header_style="dim")
     for number, column in enumerate(columns):
         right = number > 0 and any(
             word in column for word in ("bytes", "bits", "KL", "ratio", "top-1", "error", "search", "per ", "less", "Gw/s", "std", "peak")
