@@ -89,19 +89,10 @@ class Artifact:
 
     def module(self) -> Any:
         """The float32 transformers module with decoded weights."""
-        import torch
+        from fewbits.model import filled_module
 
-        from fewbits.model import empty_module
-
-        module = empty_module(self.config)
-        with torch.no_grad():
-            own = dict(module.named_parameters()) | dict(module.named_buffers())
-            for weight in self.weights:
-                matrix = self.decoded(weight)
-                own[f"{weight.name}.weight"].copy_(matrix.T if weight.transposed else matrix)
-            for name in self.rest:
-                own[name].copy_(self.tensor(name))
-        return module.eval()
+        matrices = ((weight, self.decoded(weight)) for weight in self.weights)
+        return filled_module(self.config, matrices, ((name, self.tensor(name)) for name in self.rest))
 
     def _tensor(self, name: str) -> Tensor:
         from safetensors import SafetensorError, safe_open

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,17 +70,8 @@ class Model:
 
     def module(self) -> nn.Module:
         """The float32 transformers module: the reference that everything is judged against."""
-        import torch
-
-        module = empty_module(self.config)
-        with torch.no_grad():
-            own = dict(module.named_parameters()) | dict(module.named_buffers())
-            for weight in self.weights:
-                matrix = self.load(weight)
-                own[f"{weight.name}.weight"].copy_(matrix.T if weight.transposed else matrix)
-            for name in self.rest:
-                own[name].copy_(self.tensor(name))
-        return module.eval()
+        matrices = ((weight, self.load(weight)) for weight in self.weights)
+        return filled_module(self.config, matrices, ((name, self.tensor(name)) for name in self.rest))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -157,6 +149,20 @@ def empty_module(config: Any) -> nn.Module:
     module.tie_weights()
     floats: nn.Module = module.float()
     return floats
+
+
+def filled_module(config: Any, matrices: Iterable[tuple[Weight, Tensor]], rest: Iterable[tuple[str, Tensor]]) -> nn.Module:
+    """The float32 module with these weights and these other tensors in it, taken one at a time."""
+    import torch
+
+    module = empty_module(config)
+    own = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for weight, matrix in matrices:
+            own[f"{weight.name}.weight"].copy_(matrix.T if weight.transposed else matrix)
+        for name, tensor in rest:
+            own[name].copy_(tensor)
+    return module.eval()
 
 
 def load_tokenizer(folder: Path) -> Any:
