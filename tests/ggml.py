@@ -30,6 +30,7 @@ TYPES = {
     "tq1_0": (34, 256, 54),
     "tq2_0": (35, 256, 66),
     "mxfp4": (39, 32, 17),
+    "nvfp4": (40, 64, 36),
 }
 
 
@@ -42,6 +43,31 @@ def dequantize(type_name: str, stored: Bytes, n: int) -> Floats:
     function = getattr(library(), f"dequantize_row_{type_name}")
     function.restype, function.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     function(stored.ctypes.data, out.ctypes.data, n)
+    return out
+
+
+class _Traits(ctypes.Structure):
+    """The head of ggml_type_traits: enough to find the decoder of a type by its number."""
+
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("block", ctypes.c_int64),
+        ("block_interleaved", ctypes.c_int64),
+        ("block_bytes", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)),
+    )
+
+
+def dequantize_any(number: int, stored: Bytes, n: int) -> Floats:
+    """The first n weights of these bytes, of any type that ggml can decode."""
+    lookup = library().ggml_get_type_traits
+    lookup.restype, lookup.argtypes = ctypes.POINTER(_Traits), [ctypes.c_int]
+    traits = lookup(number).contents
+    assert (traits.block, traits.block_bytes) == (library().ggml_blck_size(number), library().ggml_type_size(number))
+    stored, out = np.ascontiguousarray(stored, np.uint8), np.empty(n, np.float32)
+    assert stored.size >= n // traits.block * traits.block_bytes
+    traits.to_float(stored.ctypes.data, out.ctypes.data, n)
     return out
 
 

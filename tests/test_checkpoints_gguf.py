@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import ggml
 import gguf
 import numpy as np
 import pytest
@@ -105,3 +106,41 @@ def test_an_architecture_that_is_not_known_is_an_input_error(tmp_path: Path) -> 
     writer.close()
     with pytest.raises(InputError, match="`mamba` is not known here"):
         model.open(tmp_path / "odd.gguf")
+
+
+DECODABLE = [kind for kind in gguf.quants._type_traits if gguf.GGML_QUANT_SIZES[kind][0] > 1]  # floats are tested above
+
+
+@pytest.mark.parametrize("kind", DECODABLE, ids=lambda kind: kind.name)
+def test_every_type_that_gguf_decodes_can_be_opened(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+    """A model with one weight of this type, in random bytes whose scales ggml finds finite; ggml's own decoder is the judge."""
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    stored = np.random.default_rng(0).integers(0, 256, (256, 256 // block * block_bytes), dtype=np.uint8)
+    expected = ggml.dequantize_any(int(kind), stored, 256 * 256).reshape(256, 256)
+    sane = np.isfinite(expected).all(1) & (np.abs(expected).max(1) < 1e30)
+    assert sane.any()
+    rows = np.resize(np.flatnonzero(sane), 256)
+    stored, expected = stored[rows], expected[rows]
+
+    sizes = {"context_length": 64, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256}
+    writer = gguf.GGUFWriter(tmp_path / "any.gguf", "llama")
+    for key, value in sizes.items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(256)
+    for name in ("token_embd", *(f"blk.0.{part}" for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up"))):
+        writer.add_tensor(f"{name}.weight", np.zeros((256, 256), np.float32))
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(256, np.float32))
+    writer.add_tensor("blk.0.ffn_down.weight", stored, raw_shape=stored.shape, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    opened = model.open(tmp_path / "any.gguf")
+    weight = next(w for w in opened.weights if w.name.endswith("down_proj"))
+    found = opened.load(weight).numpy()
+    # both in float32, in another order of operations: a few roundings of the largest value in the row
+    assert (np.abs(found - expected) <= 4 * 2.0**-24 * np.abs(expected).max(1, keepdims=True)).all()

@@ -209,15 +209,21 @@ def test_writing_twice_gives_the_same_bytes_and_prints_nothing(small: Written, t
 
 
 def test_the_default_level_is_off_by_what_int8_inputs_explain(attention_only: Written, embedded_model: model.Model) -> None:
-    tokens = embedded_model.tokenizer(verification_text()[:1000])["input_ids"]
+    """A value near the middle of two steps may round either way, and attention spreads that over what follows: so many short
+    sequences, most of which have no such value (0.024 in the median)."""
+    tokens = embedded_model.tokenizer(verification_text()[:4000])["input_ids"]
+    sequences = [tokens[start : start + 16] for start in range(0, 960, 16)]
     module = attention_only.artifact.module()
-    exact = of_module(module).logits(tokens)
+    exact = [of_module(module).logits(sequence) for sequence in sequences]
     for name, layer in module.named_modules():
         if "self_attn." in name and isinstance(layer, nn.Linear):
             layer.register_forward_pre_hook(lambda _, x: (rounded_to_int8(x[0], 32),))
-    explained = of_module(module).logits(tokens) - exact
-    found = runtimes.get("onnxruntime").open(attention_only.path, 512).logits(tokens) - exact
-    assert (found - explained).norm() < 0.1 * explained.norm()  # 0.024 here: a value near the middle of two steps may round either way
+    session = runtimes.get("onnxruntime").open(attention_only.path, 512)
+    unexplained = []
+    for sequence, logits in zip(sequences, exact, strict=True):
+        explained, found = of_module(module).logits(sequence) - logits, session.logits(sequence) - logits
+        unexplained.append(float((found - explained).norm() / explained.norm()))
+    assert np.median(unexplained) < 0.1
 
 
 def rounded_to_int8(x: Tensor, run: int) -> Tensor:

@@ -1,10 +1,15 @@
-"""Symmetric integers with a float16 scale per group or per row: w = scale * q.
+"""Integers of 2 to 8 bits with a float16 scale per group of columns, per row (channel) or for the whole weight (tensor).
 
-    codes   4 bits: element 2j in the low nibble of byte j, 2j+1 in the high one, stored as q + 8
-            8 bits: int8, stored as q
-    scales  float16 [rows, groups]
+    symmetric    w = scale * q, q in -2^(bits-1) .. 2^(bits-1)-1
+    asymmetric   w = scale * (q - zero), q and zero in 0 .. 2^bits-1: one-sided weights use all levels, zero is always one
 
-int4_g32 holds the same values as GGUF's q4_0 and as ONNX Runtime's MatMulNBits with blocks of 32.
+    codes   a little-endian bit stream per row: column i begins at bit (bits * i). Stored as q, symmetric ones as q + 2^(bits-1);
+            8 symmetric bits are int8, stored as q
+    scales  float16 [rows, groups], or [1, 1]
+    zeros   a stream like the codes, padded to whole bytes per row: the packing that MatMulNBits wants, 4 bits a group instead of 8
+
+int4_g32 holds the same values as GGUF's q4_0; all of 2, 4 and 8 bits are what ONNX Runtime's MatMulNBits computes with.
+A row is a whole number of bytes, so without groups 3 bits take columns in eights, 6 in fours, 4 in pairs and 8 any number.
 """
 
 from __future__ import annotations
@@ -19,52 +24,143 @@ if TYPE_CHECKING:
 
     from fewbits.formats import Columns, Grid, Parts
 
+# Where the largest weight of a whole row or weight is put, in units of the last level: thousands of Gaussians peak at 3.7
+# standard deviations and 4 bits are best cut at 2.6 of them; heavy tails ask for more.
+_RATIOS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.7, 2.0, 2.4, 3.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Integer(Format):
     bits: int
-    ends: tuple[float, ...]
+    ends: tuple[float, ...] = ()
 
     def parts(self, shape: Shape) -> dict[str, Spec]:
         rows, cols = shape
         codes = Spec("int8", shape) if self.bits == 8 else Spec("uint8", (rows, cols * self.bits // 8))
-        return {"codes": codes, "scales": Spec("float16", (rows, cols // (self.run or cols)))}
+        return {"codes": codes, "scales": Spec("float16", self._groups(shape))}
 
     def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
-        from fewbits.fitting import fit_scale, grouped, importance_like, in_row_chunks
+        from fewbits.fitting import as_float16, fit_scale, grouped, importance_like, in_row_chunks
+        from fewbits.fitting.trials import fit_row_scale
 
+        if fixed is not None:
+            return fixed
         assert self.levels
         levels, run = self.levels, self.run or w.shape[1]
         weight = importance_like(w, importance, run)
+        if self.tensor_wide or (self.run is None and self.bits < 8):
+            flat = None if weight is None else weight.flatten()
+            return {"scales": fit_row_scale(w, levels, self.ends, _RATIOS, flat, how, as_float16, self.tensor_wide).half()}
         return in_row_chunks(lambda rows: {"scales": fit_scale(grouped(rows, run), levels, self.ends, weight, how).half()}, w)
 
     def affine(self, grid: Grid, columns: Columns = slice(None)) -> tuple[Tensor, Tensor | None]:
-        from fewbits.rounding import spread
-
-        scales = grid["scales"].float()
-        return (scales if self.run is None else spread(scales, self.run, columns)), None
+        return self._spread(grid["scales"].float(), columns), None
 
     def pack(self, codes: Tensor, grid: Grid) -> Parts:
         import torch
 
-        if self.bits == 8:
-            return {"codes": (codes.short() - 128).to(torch.int8), **grid}
-        return {"codes": codes[:, 0::2] | (codes[:, 1::2] << 4), **grid}
+        from fewbits.packing import bitstream
+
+        return {"codes": (codes.short() - 128).to(torch.int8) if self.bits == 8 else bitstream.pack(codes, self.bits), **grid}
 
     def unpack(self, parts: Parts) -> tuple[Tensor, Grid]:
         import torch
 
+        from fewbits.packing import bitstream
+
         stored, grid = parts["codes"], {"scales": parts["scales"]}
         if self.bits == 8:
             return (stored.short() + 128).to(torch.uint8), grid
-        return torch.stack([stored & 15, stored >> 4], -1).reshape(len(stored), -1), grid
+        return bitstream.unpack(stored, self.bits, stored.shape[1] * 8 // self.bits), grid
+
+    def _groups(self, shape: Shape) -> Shape:
+        return (1, 1) if self.tensor_wide else (shape[0], shape[1] // (self.run or shape[1]))
+
+    def _spread(self, entries: Tensor, columns: Columns) -> Tensor:
+        from fewbits.rounding import spread
+
+        return entries if self.run is None else spread(entries, self.run, columns)
 
 
-def _levels(bits: int) -> tuple[float, ...]:
-    return tuple(float(q) for q in range(-(2 ** (bits - 1)), 2 ** (bits - 1)))
+@dataclass(frozen=True, kw_only=True)
+class IntegerWithZero(Integer):
+    def parts(self, shape: Shape) -> dict[str, Spec]:
+        rows, groups = self._groups(shape)
+        return {
+            "codes": Spec("uint8", (rows, shape[1] * self.bits // 8)),
+            "scales": Spec("float16", (rows, groups)),
+            "zeros": Spec("uint8", (rows, -(-groups * self.bits // 8))),
+        }
+
+    def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
+        import torch
+
+        from fewbits.fitting import grouped, importance_like, in_row_chunks
+        from fewbits.fitting.zeros import fit_scale_and_zero
+
+        run = self.run or w.shape[1]
+        weight = importance_like(w, importance, run)
+
+        def fit(rows: Tensor) -> Grid:
+            scales, zeros = fit_scale_and_zero(grouped(rows, run), (1 << self.bits) - 1, weight, how)
+            return {"scales": scales.half(), "zeros": zeros.to(torch.uint8)}
+
+        return in_row_chunks(fit, w)
+
+    def affine(self, grid: Grid, columns: Columns = slice(None)) -> tuple[Tensor, Tensor | None]:
+        # 11 bits of a float16 times 8 of a zero point: offsets and sums are exact in float32, so this is scale * (q - zero)
+        scales = grid["scales"].float()
+        return self._spread(scales, columns), self._spread(-scales * grid["zeros"].float(), columns)
+
+    def pack(self, codes: Tensor, grid: Grid) -> Parts:
+        from fewbits.packing import bitstream
+
+        return {"codes": bitstream.pack(codes, self.bits), "scales": grid["scales"], "zeros": bitstream.pack(grid["zeros"], self.bits)}
+
+    def unpack(self, parts: Parts) -> tuple[Tensor, Grid]:
+        from fewbits.packing import bitstream
+
+        scales, stored = parts["scales"], parts["codes"]
+        zeros = bitstream.unpack(parts["zeros"], self.bits, scales.shape[1])
+        return bitstream.unpack(stored, self.bits, stored.shape[1] * 8 // self.bits), {"scales": scales, "zeros": zeros}
 
 
+_GROUPS = (32, 64, 128)
+
+
+def _symmetric(bits: int, reach: int | None, tensor: bool = False) -> Integer:
+    half = 1 << (bits - 1)
+    return Integer(
+        name=f"int{bits}_{'tensor' if tensor else f'g{reach}' if reach else 'channel'}",
+        about=f"{bits} bits, one scale {'for all' if tensor else f'per {reach}' if reach else 'per row'}",
+        levels=tuple(float(q) for q in range(-half, half)),
+        run=reach,
+        block=reach or _whole_bytes(bits),
+        bits=bits,
+        # with two ends the scale may be negative, and all levels are used; 8 bits have one to spare
+        ends=(127.0,) if bits == 8 else (-float(half), half - 1.0),
+        tensor_wide=tensor,
+    )
+
+
+def _asymmetric(bits: int, reach: int | None) -> IntegerWithZero:
+    return IntegerWithZero(
+        name=f"int{bits}_{f'g{reach}' if reach else 'channel'}_asym",
+        about=f"{bits} bits, zero point per {reach or 'row'}",
+        levels=tuple(float(q) for q in range(1 << bits)),
+        run=reach,
+        block=reach or _whole_bytes(bits),
+        bits=bits,
+    )
+
+
+def _whole_bytes(bits: int) -> int:
+    return {2: 4, 3: 8, 4: 2, 5: 8, 6: 4, 8: 1}[bits]
+
+
+# One scale for a whole weight leaves too little of it below 4 bits; asymmetric 5 and 6 bits are run by no runtime.
 FORMATS = [
-    Integer(name="int8_channel", about="8 bits, one scale per row", levels=_levels(8), run=None, bits=8, ends=(127.0,)),
-    Integer(name="int4_g32", about="4 bits, one scale per 32", levels=_levels(4), run=32, block=32, bits=4, ends=(-8.0, 7.0)),
+    *(_symmetric(bits, None, tensor=True) for bits in (4, 8)),
+    *(_symmetric(bits, reach) for bits in (2, 3, 4, 5, 6, 8) for reach in (None, *_GROUPS)),
+    *(_asymmetric(bits, reach) for bits in (2, 3, 4, 8) for reach in (None, *_GROUPS)),
 ]

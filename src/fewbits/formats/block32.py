@@ -1,7 +1,11 @@
-"""GGUF's blocks of 32 with one float16 scale d: w = d * q. Layout, little-endian:
+"""GGUF's blocks of 32 under one float16 scale d, some with a float16 minimum m. Layout, little-endian:
 
-q4_0  18 bytes: d @0, nibbles[16] @2 (byte j: element j low, j+16 high; stored as q + 8)
-q8_0  34 bytes: d @0, int8[32] @2
+q4_0    18 bytes: d @0, nibbles[16] @2 (byte j: element j low, j+16 high; stored as q + 8)
+q4_1    20 bytes: d @0, m @2, nibbles @4.                      w = d * q + m
+q5_0    22 bytes: d @0, top[4] @2 (bit j % 8 of byte j / 8: fifth bit of element j), nibbles @6; stored as q + 16
+q5_1    24 bytes: d @0, m @2, top @4, nibbles @8.              w = d * q + m
+q8_0    34 bytes: d @0, int8[32] @2
+iq4_nl  18 bytes: as q4_0, the nibble an index into 16 levels that lie closer together around zero
 """
 
 from __future__ import annotations
@@ -9,60 +13,74 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fewbits.formats import Format, How, Shape, Spec
+from fewbits.packing.blocks import OneScale, ScaleAndMin, consecutive
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fewbits.formats import Columns, Grid, Parts
+    from fewbits.formats import Grid
+
+NON_LINEAR = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block32(Format):
+class Scaled(OneScale):
     run: int = 32
     block: int = 32
-    block_bytes: int
-    ends: tuple[float, ...]  # where the largest weight of a block may be put
 
-    def parts(self, shape: Shape) -> dict[str, Spec]:
-        return {"blocks": Spec("uint8", (shape[0], shape[1] // 32 * self.block_bytes))}
+    def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
+        from fewbits.packing.bitfields import float16_bytes
 
-    def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
-        from fewbits.fitting import fit_scale, grouped, importance_like, in_row_chunks
+        return [float16_bytes(grid["d"]), *_code_fields(codes, len(self.fields) - 1, self.fields[-1])]
 
-        assert self.levels
-        levels, weight = self.levels, importance_like(w, importance, 32)
-        return in_row_chunks(lambda rows: {"d": fit_scale(grouped(rows, 32), levels, self.ends, weight, how).half()}, w)
+    def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
+        from fewbits.packing.bitfields import bytes_float16
 
-    def affine(self, grid: Grid, columns: Columns = slice(None)) -> tuple[Tensor, Tensor | None]:
-        from fewbits.rounding import spread
-
-        return spread(grid["d"].float(), 32, columns), None
-
-    def pack(self, codes: Tensor, grid: Grid) -> Parts:
-        import torch
-
-        rows = len(codes)
-        q = codes.reshape(rows, -1, 32)
-        body = q - 128 if self.block_bytes == 34 else q[..., :16] | (q[..., 16:] << 4)  # uint8 wraps: q - 128 is int8's byte
-        d = grid["d"].contiguous().view(torch.uint8).reshape(rows, -1, 2)
-        return {"blocks": torch.cat([d, body], -1).reshape(rows, -1)}
-
-    def unpack(self, parts: Parts) -> tuple[Tensor, Grid]:
-        import torch
-
-        rows = len(parts["blocks"])
-        blocks = parts["blocks"].reshape(rows, -1, self.block_bytes)
-        d, body = blocks[..., :2].clone(memory_format=torch.contiguous_format).view(torch.float16).reshape(rows, -1), blocks[..., 2:]
-        codes = body + 128 if self.block_bytes == 34 else torch.cat([body & 15, body >> 4], -1)
-        return codes.reshape(rows, -1), {"d": d}
+        return _codes_of(*fields[1:]), {"d": bytes_float16(fields[0])}
 
 
-def _levels(low: int, high: int) -> tuple[float, ...]:
-    return tuple(float(q) for q in range(low, high + 1))
+@dataclass(frozen=True, kw_only=True)
+class Shifted(ScaleAndMin):
+    run: int = 32
+    block: int = 32
+
+    def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
+        from fewbits.packing.bitfields import float16_bytes
+
+        return [float16_bytes(grid["d"]), float16_bytes(grid["m"]), *_code_fields(codes, len(self.fields) - 2, self.fields[-1])]
+
+    def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
+        from fewbits.packing.bitfields import bytes_float16
+
+        return _codes_of(*fields[2:]), {"d": bytes_float16(fields[0]), "m": bytes_float16(fields[1])}
+
+
+def _code_fields(codes: Tensor, count: int, last_bytes: int) -> list[Tensor]:
+    from fewbits.packing.bitfields import halves, join
+
+    if last_bytes == 32:
+        return [codes - 128]  # uint8 wraps: this is int8's byte
+    if count == 1:
+        return [halves(codes)]
+    fifth = (codes >> 4).unflatten(-1, (4, 8)).transpose(-1, -2)
+    return [join(fifth, 1), halves(codes & 15)]
+
+
+def _codes_of(*fields: Tensor) -> Tensor:
+    from fewbits.packing.bitfields import split, unhalve
+
+    if fields[-1].shape[-1] == 32:
+        return fields[-1] + 128
+    if len(fields) == 1:
+        return unhalve(fields[0])
+    return unhalve(fields[1]) | (split(fields[0], 1).transpose(-1, -2).flatten(-2) << 4)
 
 
 FORMATS = [
-    Block32(name="q4_0", about="4 bits, one scale per 32", levels=_levels(-8, 7), block_bytes=18, ends=(-8.0, 7.0)),
-    Block32(name="q8_0", about="8 bits, one scale per 32", levels=_levels(-128, 127), block_bytes=34, ends=(127.0,)),
+    Scaled(name="q4_0", about="4 bits, one scale per 32", levels=consecutive(-8, 7), fields=(2, 16), ends=(-8.0, 7.0)),
+    Scaled(name="iq4_nl", about="4 bits, uneven levels", levels=NON_LINEAR, fields=(2, 16), ends=(-127.0, 113.0)),
+    Shifted(name="q4_1", about="4 bits, scale and minimum", levels=consecutive(0, 15), fields=(2, 2, 16)),
+    Scaled(name="q5_0", about="5 bits, one scale per 32", levels=consecutive(-16, 15), fields=(2, 4, 16), ends=(-16.0, 15.0)),
+    Shifted(name="q5_1", about="5 bits, scale and minimum", levels=consecutive(0, 31), fields=(2, 2, 4, 16)),
+    Scaled(name="q8_0", about="8 bits, one scale per 32", levels=consecutive(-128, 127), fields=(2, 32), ends=(127.0,)),
 ]

@@ -26,7 +26,8 @@ class Q3S6(Format):
         return {"blocks": Spec("uint8", (shape[0], shape[1] // 256 * 104))}
 
     def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
-        from fewbits.fitting import fit_scale, fit_two_level_scale, grouped, importance_like, in_row_chunks
+        from fewbits.fitting import fit_scale, grouped, importance_like, in_row_chunks
+        from fewbits.fitting.superblocks import fit_two_level_scale
 
         assert self.levels
         levels, weight = self.levels, importance_like(w, importance, 32)

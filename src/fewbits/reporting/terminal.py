@@ -110,7 +110,7 @@ def demo(result: Demo) -> None:
 def formats(rows: Iterable[tuple[Format, float, str, str]]) -> None:
     table = _table("formats", ("name", "bits/w", "per", "targets", "kernel", "what it is"))
     for fmt, bits, targets, kernel in rows:
-        run = "-" if fmt.levels is None else "tensor" if fmt.tensor_wide else "row" if fmt.run is None else str(fmt.run)
+        run = "-" if fmt.levels is None else str(fmt.run) if fmt.run else "tensor" if fmt.tensor_wide else "row"
         table.add_row(fmt.name, f"{bits:.4g}", run, targets or "none yet", _short(kernel), fmt.about)
     console.print(table)
 

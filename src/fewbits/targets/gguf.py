@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fewbits.progress import Progress
 
 _CASTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_ONE_SCALE = ("q4_0", "q8_0")  # GGUF types of the form scale * level, which other layouts of the same levels turn into
+_ONE_SCALE = ("q4_0", "q5_0", "q8_0")  # GGUF types of the form scale * level, which other layouts of the same levels turn into
 _ANY = (256, 256)  # a shape that every format fits
 
 

@@ -39,7 +39,7 @@ _LARGEST = 2**31 - 2**24  # protobuf ends at 2 GiB; the graph itself takes a few
 
 class Onnx(Target):
     name = "onnx"
-    about = "one .onnx file for ONNX Runtime: 4- and 8-bit weights run packed"
+    about = "one .onnx file for ONNX Runtime: 2-, 4- and 8-bit weights run packed"
     file_name = "model.onnx"
     runtime = "onnxruntime"
 

@@ -32,7 +32,7 @@ class Reader:
             return F.linear(x, owner.values.float())
         rows, cols = self.store.shape
         attributes = self._attributes() | {"K": cols, "N": rows, "accuracy_level": self.store.accuracy_level}
-        return _op("MatMulNBits", (x, owner.codes, owner.scales), attributes, (*x.shape[:-1], rows))
+        return _op("MatMulNBits", (x, owner.codes, owner.scales, *self._zeros()), attributes, (*x.shape[:-1], rows))
 
     def gather(self, ids: Tensor) -> Tensor:  # (...) -> (..., cols)
         owner: Any = self.owner
@@ -42,8 +42,12 @@ class Reader:
         codes = owner.codes.reshape(rows, -1)
         padded = codes.shape[1] * 8 // self.store.blocks.bits
         attributes = self._attributes() | {"gather_axis": 0, "quantize_axis": 1}
-        values = _op("GatherBlockQuantized", (codes, ids, owner.scales), attributes, (*ids.shape, padded))
+        values = _op("GatherBlockQuantized", (codes, ids, owner.scales, *self._zeros()), attributes, (*ids.shape, padded))
         return values if padded == cols else values[..., :cols]
+
+    def _zeros(self) -> tuple[Tensor, ...]:
+        owner: Any = self.owner
+        return (owner.zeros,) if self.store.blocks and self.store.blocks.zeros else ()
 
     def _attributes(self) -> dict[str, int]:
         assert self.store.blocks

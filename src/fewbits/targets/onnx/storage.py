@@ -1,7 +1,9 @@
 """How a weight lies in the file. MatMulNBits' layout is used for embeddings too, so that a tied output can share it:
 
-    codes   uint8 [rows, blocks, size * bits / 8], lowest bits first, stored as q + 2^(bits-1); a last block is padded with zeros
+    codes   uint8 [rows, blocks, size * bits / 8], lowest bits first; a last block is padded with what decodes to zero
     scales  float32 [rows, blocks]
+    zeros   uint8 [rows, blocks * bits / 8 rounded up], packed like the codes: the code that stands for zero in each block;
+            left out where it is 2^(bits-1) in all of them
     values  of a kept weight: [rows, cols] in its own type
 
 Scales are float16 values stored as float32, 0.5 bits per weight more at blocks of 32. MatMulNBits wants the type of its input,
@@ -21,18 +23,22 @@ if TYPE_CHECKING:
 
     from fewbits.formats import Format, Parts, Shape
 
-_BITS = (4, 8)  # ONNX Runtime also runs 2
+_BITS = (2, 4, 8)
 _SIZES = (256, 128, 64, 32, 16)  # block sizes that MatMulNBits takes
+_LARGEST_OF_2_BITS = 128  # at 256 ONNX Runtime 1.31 decodes the matrix in every call, whatever the accuracy level
+_ANY = (256, 256)  # a shape that every format fits
 
 
 @dataclass(frozen=True)
 class Blocks:
     bits: int
     size: int  # columns under one scale
+    zeros: bool = False  # each block says which code is zero
 
     def specs(self, shape: Shape) -> dict[str, Spec]:
         rows, count = shape[0], -(-shape[1] // self.size)
-        return {"codes": Spec("uint8", (rows, count, self.size * self.bits // 8)), "scales": Spec("float32", (rows, count))}
+        specs = {"codes": Spec("uint8", (rows, count, self.size * self.bits // 8)), "scales": Spec("float32", (rows, count))}
+        return specs | ({"zeros": Spec("uint8", (rows, -(-count * self.bits // 8)))} if self.zeros else {})
 
     def nbytes(self, shape: Shape) -> int:
         return sum(spec.nbytes for spec in self.specs(shape).values())
@@ -53,14 +59,21 @@ class Store:
     def arrays(self, parts: Parts) -> dict[str, Tensor]:
         if self.blocks is None:
             return parts
+        from fewbits.packing import bitstream
+
         rows, cols = self.shape
-        (_, count, _), size = self.specs()["codes"].shape, self.blocks.size
+        bits, size, count = self.blocks.bits, self.blocks.size, self.specs()["scales"].shape[1]
         codes, grid = self.fmt.unpack(parts)
         scales, offset = self.fmt.affine(grid, slice(0, cols, size))
-        assert offset is None, f"{self.fmt.name} has symmetric levels and yet an offset"
-        padded = codes.new_full((rows, count * size), 1 << (self.blocks.bits - 1))
+        scales = scales.expand(rows, count)
+        if offset is None:
+            zeros = codes.new_full((rows, count), 1 << (bits - 1))
+        else:  # -scale * zero, without rounding: see `blocks`
+            zeros = (-offset.expand(rows, count) / scales.masked_fill(scales == 0, 1.0)).to(codes.dtype)
+        padded = zeros[:, -1:].repeat(1, count * size)
         padded[:, :cols] = codes
-        return {"codes": _pack(padded, self.blocks.bits).reshape(rows, count, -1), "scales": scales.float().expand(rows, count)}
+        arrays = {"codes": bitstream.pack(padded, bits).reshape(rows, count, -1), "scales": scales}
+        return arrays | ({"zeros": bitstream.pack(zeros, bits)} if self.blocks.zeros else {})
 
 
 def store(fmt: Format, shape: Shape, accuracy_level: int) -> Store:
@@ -73,18 +86,16 @@ def blocks(fmt: Format, cols: int) -> Blocks | str:
     """The blocks that hold exactly this format's values, or why none do."""
     assert fmt.levels
     for bits in _BITS:
-        if fmt.levels == tuple(float(q) for q in range(-(1 << (bits - 1)), 1 << (bits - 1))):
-            sizes = [size for size in _SIZES if fmt.run is None or fmt.run % size == 0]
+        around_zero = fmt.levels == tuple(float(q) for q in range(-(1 << (bits - 1)), 1 << (bits - 1)))
+        from_zero = fmt.levels == tuple(float(q) for q in range(1 << bits)) and "zeros" in fmt.parts(_ANY)
+        if around_zero or from_zero:
+            largest = _LARGEST_OF_2_BITS if bits == 2 else _SIZES[0]
+            sizes = [size for size in _SIZES if size <= largest and (fmt.run is None or fmt.run % size == 0)]
             if not sizes:
                 return f"ONNX Runtime has no blocks of {fmt.run} columns"
-            return min((Blocks(bits, size) for size in sizes), key=lambda b: b.nbytes((1, cols)))
+            return min((Blocks(bits, size, from_zero) for size in sizes), key=lambda b: b.nbytes((1, cols)))
     if len(fmt.levels) not in {1 << bits for bits in _BITS}:
-        return f"{fmt.name} has {len(fmt.levels)} levels; ONNX Runtime runs weights of {' and '.join(map(str, _BITS))} bits"
-    return f"{fmt.name} has levels {fmt.levels[0]:g}..{fmt.levels[-1]:g} and a minimum per block; only levels around zero are carried"
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    packed = codes[:, :: 8 // bits].clone()
-    for place in range(1, 8 // bits):
-        packed |= codes[:, place :: 8 // bits] << (bits * place)
-    return packed
+        return f"{fmt.name} has {len(fmt.levels)} levels; ONNX Runtime runs weights of {', '.join(map(str, _BITS))} bits"
+    if fmt.levels == tuple(float(q) for q in range(len(fmt.levels))):
+        return f"{fmt.name} has a minimum per block; ONNX Runtime runs weights with an integer zero point, or none"
+    return f"{fmt.name} has levels that are not consecutive integers; ONNX Runtime runs no others"
