@@ -13,6 +13,14 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)  # the tests themselves run side by side
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tables that tests recorded with `record_property("table", text)`, whichever worker ran them."""
+    for report in terminalreporter.stats.get("passed", []) + terminalreporter.stats.get("failed", []):
+        for name, text in getattr(report, "user_properties", []):
+            if name == "table" and report.when == "call":
+                terminalreporter.write_line(text)
+
+
 @pytest.fixture(scope="session")
 def embedded_model() -> model.Model:
     return model.open(embedded.MODEL)
