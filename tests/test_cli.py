@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -160,6 +161,29 @@ class TestWrongInput:
     def test_unknown_format(self, fails) -> None:
         assert "did you mean `q4_k`?" in fails(embedded.MODEL, "--format", "q4-k")
 
+    def test_two_budgets(self, fails, tmp_path: Path) -> None:
+        assert "one budget" in fails(embedded.MODEL, "--format", "q4_k", "--plan", tmp_path / "plan.json")
+
+    def test_unknown_method(self, fails) -> None:
+        assert "known methods" in fails(embedded.MODEL, "--format", "q4_k", "--method", "magic")
+
+    def test_a_name_that_contradicts_the_target(self, fails) -> None:
+        assert "named like a file of gguf" in fails(embedded.MODEL, "--format", "q8_0", "--to", "onnx")
+
+    @pytest.mark.parametrize("limit", [("--max-kl", "nan"), ("--max-kl", "-1"), ("--min-agreement", "90")], ids=" ".join)
+    def test_a_threshold_that_is_none(self, fails, limit: tuple[str, str]) -> None:
+        assert "is no threshold" in fails(embedded.MODEL, "--format", "q8_0", *limit)
+
+    def test_a_plan_that_is_not_text(self, fails, tmp_path: Path) -> None:
+        (tmp_path / "plan.json").write_bytes(bytes(range(256)))
+        assert "not UTF-8" in fails(embedded.MODEL, "--plan", tmp_path / "plan.json")
+
+    def test_a_folder_of_somebody_else_in_the_way(self, fails, tmp_path: Path) -> None:
+        (tmp_path / "out.gguf").mkdir()
+        (tmp_path / "out.gguf" / "thesis.txt").write_text("precious")
+        assert "did not make" in fails(embedded.MODEL, "--format", "q8_0", "--no-verify")
+        assert (tmp_path / "out.gguf" / "thesis.txt").read_text() == "precious"
+
     def test_no_budget(self, fails) -> None:
         assert "--format" in fails(embedded.MODEL, "--method", "rtn")
 
@@ -214,6 +238,14 @@ class TestWrongInput:
         save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
         assert "`model.layers.2.mlp.up_proj` holds nan at row 5, column 7" in fails(checkpoint)
 
+    def test_nan_in_a_kept_tensor(self, fails, checkpoint: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(checkpoint / "model.safetensors")
+        tensors["model.norm.weight"][3] = float("inf")
+        save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+        assert "`model.norm.weight` holds inf at position 3" in fails(checkpoint)
+
     def test_missing_data_file(self, fails, tmp_path: Path) -> None:
         assert "cannot be read" in fails(embedded.MODEL, "--format", "q8_0", "--data", tmp_path / "none.txt")
 
@@ -227,6 +259,63 @@ class TestWrongInput:
         assert "the disk is full" in fails(embedded.MODEL, code=3)
 
 
+def test_the_model_itself_is_never_overwritten(run, tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    assert run("quantize", embedded.MODEL, "-o", file, "--format", "q8_0", "--no-verify", "--quiet")[0] == 0
+    before = file.read_bytes()
+    code, _, err = run("quantize", file, "-o", file, "--format", "q4_0", "--no-verify")
+    assert code == 2 and "is the model itself" in err and file.read_bytes() == before
+
+
+def test_wrong_files_for_verify_and_export_are_refused(run, tmp_path: Path) -> None:
+    file, artifact = tmp_path / "a.gguf", tmp_path / "a.gguf.work" / "artifact"
+    assert run("quantize", embedded.MODEL, "-o", file, "--format", "q8_0", "--no-verify", "--quiet")[0] == 0
+    for words, message in [
+        (("verify", file, "--against", embedded.MODEL, "--runtime", "onnxruntime"), "does not run files like"),
+        (("verify", file, "--against", embedded.MODEL, "--runtime", "torch"), "does not run files like"),
+        (("verify", file, "--against", embedded.MODEL, "--length", "513"), "beyond the model's 512 positions"),
+        (("verify", file, "--against", tmp_path / "nothing"), "nothing at"),
+        (("export", file, "-o", tmp_path / "z.onnx"), "is missing"),
+        (("export", artifact, "-o", "/proc/nowhere/z.gguf"), "cannot write to"),
+    ]:
+        code, out, err = run(*words)
+        assert code == 2 and out == "" and message in " ".join(err.split()) and "hint:" in err, words
+    (artifact / "config.json").unlink()
+    code, _, err = run("export", artifact, "-o", tmp_path / "z.gguf")
+    assert code == 2 and "hint:" in err
+
+
+def test_a_file_of_another_model_is_refused_not_judged(run, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    other = tmp_path / "other"
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=2050, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    ).save_pretrained(other)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(embedded.MODEL / name, other / name)
+    for name in ("o.gguf", "o.onnx"):
+        assert run("quantize", other, "-o", tmp_path / name, "--format", "q8_0", "--no-verify", "--quiet")[0] == 0
+        code, _, err = run("verify", tmp_path / name, "--against", embedded.MODEL, "--no-floor", "--tokens", 511)
+        assert code == 2 and "a vocabulary of 2050, the model one of 2048" in " ".join(err.split())
+
+
+def test_json_has_no_number_that_is_not_one() -> None:
+    from fewbits.files import to_json
+
+    assert json.loads(to_json({"a": float("nan"), "b": [float("inf"), 1.5]}), parse_constant=pytest.fail) == {"a": None, "b": [None, 1.5]}
+
+
+def test_a_terminated_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "fewbits.cli", "quantize", str(embedded.MODEL), "-o", str(tmp_path / "t.gguf"), "--format", "q2_k"]
+    running = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    while not list(tmp_path.rglob("*.partial")) and running.poll() is None:
+        time.sleep(0.01)
+    running.terminate()
+    assert running.wait() == 143
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_disk_that_really_fills_up_ends_with_code_3_and_nothing_left(run, tmp_path: Path) -> None:
     disk = tmp_path / "small"
     disk.mkdir()
@@ -238,6 +327,6 @@ def test_a_disk_that_really_fills_up_ends_with_code_3_and_nothing_left(run, tmp_
             assert code == 3 and "the disk is full" in " ".join(err.split()) and "hint: " in err
             assert not list(disk.glob("out.*")) or all(p.is_dir() for p in disk.glob("out.*"))
             assert not [p for p in disk.rglob("*") if "partial" in p.name]
-            shutil.rmtree(disk / f"out.{target}.work")
+            shutil.rmtree(disk / f"out.{target}.work", ignore_errors=True)
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -263,7 +263,7 @@ def test_dropping_a_file_in_is_all_a_format_needs(tmp_path: Path, monkeypatch: p
         assert kernels.bind(fmt, (64, 256)).backend == "reference"
         w = gaussian((64, 256))
         assert 0.1 < ((decoded(fmt, w) - w).norm() / w.norm()).item() < 0.6
-        row = compare(embedded.MODEL, weight="layers.0.self_attn", names=["ternary"]).formats[0]
+        row = compare(embedded.MODEL, weight="layers.0.self_attn", formats=["ternary"]).formats[0]
         assert row.format == "ternary" and row.error and row.gigaweights_per_second > 0
         listed = CliRunner().invoke(cli.app, ["formats", "--json"])
         assert '"ternary"' in listed.stdout

@@ -6,6 +6,7 @@ The verbs of the command line, as functions. Importing this loads no torch: each
 from __future__ import annotations
 
 import importlib
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,7 +25,12 @@ _HOME = {
     "verify": "pipeline",
 }
 
+__version__ = version("fewbits")
 __all__ = ["compare", "demo", "export", "formats", "inspect", "quantize", "verify"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import formats, planning
-from fewbits.checkpoints.folder import read_json
+from fewbits.checkpoints.folder import read_json, read_text
 from fewbits.errors import InputError
 from fewbits.files import Staged
 from fewbits.model import Weight
@@ -59,13 +59,16 @@ class Artifact:
 
     @cached_property
     def plan(self) -> Plan:
-        return planning.read((self.path / "plan.json").read_text(), self.weights)
+        return planning.read(read_text(self.path / "plan.json", _HINT), self.weights)
 
     @cached_property
     def config(self) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+        try:
+            return AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+        except Exception as failure:
+            raise InputError(f"`{self.path / 'config.json'}` cannot be read: {str(failure).splitlines()[0]}", _HINT) from failure
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -97,6 +100,8 @@ class Artifact:
     def _tensor(self, name: str) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
+        if name not in self._file_of:
+            raise InputError(f"`{self.path / 'fewbits.json'}` does not say where `{name}` is", _HINT)
         file = self._file_of[name]
         try:
             if file not in self._open:
@@ -111,7 +116,7 @@ def write(model: Model, plan: Plan, path: Path, quantized: Iterator[tuple[Weight
     """Parts as they come, a shard at a time: never the whole model in memory. All or nothing: renamed when complete."""
     from safetensors.torch import save_file
 
-    with Staged(path) as folder:
+    with Staged(path, marker="fewbits.json") as folder:
         folder.mkdir()
         model.checkpoint.save_assets(folder)
         file_of: dict[str, str] = {}
@@ -120,6 +125,7 @@ def write(model: Model, plan: Plan, path: Path, quantized: Iterator[tuple[Weight
         def flush() -> None:
             name = f"weights-{len(set(file_of.values())) + 1:05}.safetensors"
             save_file(held, folder / name)
+            (folder / name).chmod(0o644)  # as the files beside it
             file_of.update(dict.fromkeys(held, name))
             held.clear()
 

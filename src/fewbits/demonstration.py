@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ from fewbits import artifact as artifacts
 from fewbits import embedded, formats, model, pipeline, planning, runtimes, targets, verification
 from fewbits.artifact import Artifact
 from fewbits.crosscheck import CrossCheck, crosscheck
-from fewbits.errors import InputError
-from fewbits.files import Staged
-from fewbits.inspection import tensor_bytes
+from fewbits.errors import InputError, MissingError
+from fewbits.files import Staged, to_json
 from fewbits.planning import Plan
 from fewbits.progress import Progress, silent
 from fewbits.runtimes import torch as torch_runtime
@@ -76,10 +75,10 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
     )
     rows = [(fmt, to) for fmt, to in _ROWS if not _runtime(to).missing()]
     if not rows:
-        raise InputError("no runtime is here to run a file in", "pip install 'fewbits[llamacpp,onnx]'")
+        raise MissingError("no runtime is here to run a file in", "pip install 'fewbits[llamacpp,onnx]'")
     made: dict[tuple[str, str], tuple[Path, Plan, Artifact]] = {}
     sessions: dict[str, runtimes.Session] = {}
-    with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
         for fmt, to in progress(rows, len(rows), "quantizing and writing"):
             target = targets.get(to)
             label = fmt or "float"
@@ -87,30 +86,26 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
             artifact = artifacts.quantize(source, plan, Path(scratch) / f"{label}-{to}", silent)
             path = pipeline.export(artifact, folder / f"{label}{Path(target.file_name).suffix}", to=to)
             made[label, to] = (path, plan, artifact)
-            sessions[f"{label}-{to}"] = _runtime(to).open(path, length)
-        try:
-            measured = verification.measure(torch_runtime.of_module(source.module()), sessions, windows, progress)
-            floors = {to: sum(m.kl) / len(m.kl) for to in targets.all() if (m := measured.get(f"float-{to}"))}
-            few = windows[:: max(1, len(windows) // _CROSSCHECK_WINDOWS)][:_CROSSCHECK_WINDOWS]
-            done = []
-            for (label, to), (path, plan, artifact) in progress(made.items(), len(made), "cross-checking with torch"):
-                verdict = verification.judge(
-                    measured[f"{label}-{to}"],
-                    Thresholds(),
-                    nbytes=path.stat().st_size,
-                    bits_per_weight=8 * tensor_bytes(path) / pipeline.parameters(source),
-                    runtime=_runtime(to).name,
-                    runtime_version=_runtime(to).version(),
-                    kl_floor=floors[to],
-                )
-                check = crosscheck(artifact, targets.get(to), sessions[f"{label}-{to}"], few, floors[to])
-                done.append(Row(label, to, path.name, plan, verdict, check))
-        finally:
-            for session in sessions.values():
-                session.close()
+            sessions[f"{label}-{to}"] = opened.enter_context(closing(_runtime(to).open(path, length)))
+        measured = verification.measure(torch_runtime.of_module(source.module()), sessions, windows, progress)
+        floors = {to: sum(m.kl) / len(m.kl) for to in targets.all() if (m := measured.get(f"float-{to}"))}
+        few = windows[:: max(1, len(windows) // _CROSSCHECK_WINDOWS)][:_CROSSCHECK_WINDOWS]
+        done = []
+        for (label, to), (path, plan, artifact) in progress(made.items(), len(made), "cross-checking with torch"):
+            verdict = verification.judge(
+                measured[f"{label}-{to}"],
+                Thresholds(),
+                nbytes=path.stat().st_size,
+                bits_per_weight=pipeline.bits_per_weight(path, source),
+                runtime=_runtime(to).name,
+                runtime_version=_runtime(to).version(),
+                kl_floor=floors[to],
+            )
+            check = crosscheck(artifact, targets.get(to), sessions[f"{label}-{to}"], few, floors[to])
+            done.append(Row(label, to, path.name, plan, verdict, check))
     result = Demo(name, str(folder), tuple(done), skipped)
     with Staged(folder / "results.json") as staged:
-        staged.write_text(json.dumps(result.to_dict(), indent=1))
+        staged.write_text(to_json(result.to_dict()))
     return result
 
 

@@ -3,37 +3,77 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import shutil
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fewbits.errors import InputError, MissingError
 
 
 class Staged:
-    """`with Staged(path) as temporary: ...` makes `path` out of what was written to `temporary`, or leaves nothing."""
+    """`with Staged(path) as temporary: ...` makes `path` out of what was written to `temporary`, or leaves nothing.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    What is there already is replaced if it is of the same kind: a file, or a folder that holds `marker`. Anything else is somebody's.
+    """
+
+    def __init__(self, path: Path, marker: str | None = None) -> None:
+        self.path, self._marker = path, marker
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._made: list[Path] = []
 
     def __enter__(self) -> Path:
+        if self.path.is_dir() and not (self._marker and ((self.path / self._marker).is_file() or not any(self.path.iterdir()))):
+            raise InputError(f"`{self.path}` is a folder that fewbits did not make", "choose another `-o`, or remove it first")
+        if self.path.exists() and not self.path.is_dir() and self._marker:
+            raise InputError(f"`{self.path}` is a file", "choose another `-o`, or remove it first")
         try:
+            self._made = [p for p in self.path.parents if not p.exists()]
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            _remove(self._temporary)
+            self._temporary.touch()  # what cannot be written to is said before the work, not after
+            self._temporary.unlink()
         except OSError as failure:
+            self._clean()
+            if is_full_disk(failure):
+                raise self._full() from failure
             raise InputError(f"cannot write to `{self.path.parent}`: {failure.strerror}", "choose another `-o`") from failure
-        _remove(self._temporary)
         return self._temporary
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            _remove(self.path)
-            self._temporary.rename(self.path)
+            if self.path.is_dir():
+                shutil.rmtree(self.path)
+            self._temporary.replace(self.path)
             return
-        _remove(self._temporary)
+        self._clean()
         if is_full_disk(error):
-            raise MissingError(f"the disk is full: `{self.path}` could not be written", "free some space or choose another `-o`") from error
+            raise self._full() from error
+
+    def _clean(self) -> None:
+        _remove(self._temporary)
+        for folder in self._made:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def _full(self) -> MissingError:
+        return MissingError(f"the disk is full: `{self.path}` could not be written", "free some space or choose another `-o`")
+
+
+def to_json(value: object) -> str:
+    """JSON that every parser takes: a number that is not finite is null."""
+    return json.dumps(_finite(value), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def is_full_disk(error: BaseException) -> bool:

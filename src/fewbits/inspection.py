@@ -32,7 +32,7 @@ class Values:
     std: float
     peak: float  # largest magnitude in standard deviations: what one scale for all would have to reach
     nonfinite: int
-    histogram: tuple[float, ...]  # share of values in 12 bins from -4 to 4 standard deviations, outliers in the end bins
+    histogram: tuple[float, ...]  # share of values in 12 bins within 4 standard deviations of the mean, outliers in the end bins
 
     @property
     def picture(self) -> str:
@@ -79,9 +79,11 @@ def inspect(path: str | Path, values: bool = True, progress: Progress[Found] = s
         kind, metadata, found = _gguf(path)
     elif path.suffix.lower() == ".onnx":
         kind, metadata, found = _onnx(path)
+    elif path.exists():
+        raise InputError(f"`{path}` is nothing that fewbits can look into", "give a model folder, a .gguf, an .onnx or a fewbits artifact")
     else:
-        hint = "give a model folder, a .gguf, an .onnx or a fewbits artifact"
-        raise InputError(f"`{path}` is nothing that fewbits can look into" if path.exists() else f"there is nothing at `{path}`", hint)
+        path = checkpoints.open(str(path)).path  # a hub id
+        kind, metadata, found = _folder(path)
     size = sum(p.stat().st_size for p in path.iterdir() if p.is_file()) if path.is_dir() else path.stat().st_size
     tensors = []
     for info, load in progress(found, len(found), "reading") if values else found:
@@ -96,7 +98,7 @@ def distribution(tensor: Tensor) -> Values:
     if not len(finite):
         return Values(math.nan, math.nan, math.nan, math.nan, math.nan, len(x), (0.0,) * _BINS)
     mean, std = float(finite.mean()), float(finite.std(correction=0))
-    counts = (finite / (std or 1)).clamp(-3.999, 3.999).histc(_BINS, -4, 4)
+    counts = ((finite - mean) / (std or 1)).clamp(-3.999, 3.999).histc(_BINS, -4, 4)
     shares = tuple(float(count) / len(finite) for count in counts)
     peak = float(finite.abs().max())
     return Values(float(finite.min()), float(finite.max()), mean, std, peak / std if std else 0.0, len(x) - len(finite), shares)
@@ -137,10 +139,9 @@ def _gguf(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
     import gguf
     import torch
 
-    try:
-        reader = gguf.GGUFReader(path)
-    except Exception as failure:
-        raise InputError(f"`{path}` cannot be read as GGUF: {failure}", "the file is truncated or damaged; fetch it again") from failure
+    from fewbits.checkpoints.gguf_file import open_reader
+
+    reader = open_reader(path)
     metadata = {}
     for key, entry in reader.fields.items():
         value = entry.contents()

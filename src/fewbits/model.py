@@ -58,15 +58,11 @@ class Model:
     def load(self, weight: Weight) -> Tensor:
         """(rows, cols) float32; non-finite values are refused by name."""
         tensor = self.checkpoint.load(self._stored(f"{weight.name}.weight"))
-        matrix = (tensor.T if weight.transposed else tensor).float().contiguous()
-        if not matrix.isfinite().all():
-            row, col = (~matrix.isfinite()).nonzero()[0].tolist()
-            raise InputError(f"`{weight.name}` holds {matrix[row, col].item()} at row {row}, column {col}", "the checkpoint is damaged")
-        return matrix
+        return _finite((tensor.T if weight.transposed else tensor).float().contiguous(), weight.name)
 
     def tensor(self, name: str) -> Tensor:
         """One of `rest`, by the name of its parameter."""
-        return self.checkpoint.load(self._stored(name))
+        return _finite(self.checkpoint.load(self._stored(name)), name)
 
     def module(self) -> nn.Module:
         """The float32 transformers module: the reference that everything is judged against."""
@@ -177,6 +173,14 @@ def load_tokenizer(folder: Path) -> Any:
     except Exception as failure:
         hint = "copy tokenizer.json and tokenizer_config.json from where the model came from"
         raise InputError(f"`{folder}` has no tokenizer that can be read", hint) from failure
+
+
+def _finite(tensor: Tensor, name: str) -> Tensor:
+    if not tensor.isfinite().all():
+        place = tuple((~tensor.isfinite()).nonzero()[0].tolist())
+        where = f"row {place[0]}, column {place[1]}" if len(place) == 2 else f"position {place[0]}" if len(place) == 1 else f"{place}"
+        raise InputError(f"`{name}` holds {tensor[place].item()} at {where}", "the checkpoint is damaged")
+    return tensor
 
 
 def _model_class(config: Any) -> Any:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import artifact as artifacts
-from fewbits import embedded, formats, planning, runtimes, targets, texts, verification
+from fewbits import embedded, formats, methods, planning, runtimes, targets, texts, verification
 from fewbits import model as models
 from fewbits.artifact import Artifact
+from fewbits.checkpoints.folder import read_text
 from fewbits.errors import InputError
-from fewbits.files import Staged
+from fewbits.files import Staged, to_json
 from fewbits.inspection import tensor_bytes
 from fewbits.progress import silent
 from fewbits.verification import Thresholds, Verdict
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from fewbits.runtimes import Runtime
     from fewbits.targets import Target
 
+Paths = str | Path | Sequence[str | Path]
 TOKENS = 16384  # predicted in a verification by default: the interval of the mean KL is then about 3 % wide
 
 
@@ -49,65 +52,70 @@ def quantize(
     model: str | Path,
     out: str | Path,
     *,
-    to: str = "gguf",
+    to: str | None = None,
     format: str | None = None,
     plan: str | Path | None = None,
-    override: Sequence[str] = (),
+    override: str | Sequence[str] = (),
     method: str = "rtn",
-    data: Sequence[str | Path] = (),
-    thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
-    verify_file: bool = True,
+    data: Paths = (),
+    max_kl: float | None = None,
+    min_agreement: float | None = None,
+    max_ppl_ratio: float | None = None,
+    no_verify: bool = False,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Quantized:
-    """A checkpoint to a file of `to`, by one format for all with overrides or by a plan.json, verified in its runtime."""
-    source, target = models.open(model, offline), targets.get(to)
-    made = make_plan(source, target, format, plan, override, method)
+    """A checkpoint to a file, by one format for all with overrides or by a plan.json, verified in its runtime.
+
+    What can be refused is refused before any work. `to` follows from the name of `out` where it is not given.
+    """
+    target, limits = target_for(Path(out), to), Thresholds(max_kl, min_agreement, max_ppl_ratio)
     path = output_path(Path(out), target)
-    if verify_file:  # what verifying will need, asked for before hours of work
+    if (format is None) == (plan is None):
+        raise InputError("give one budget", "--format NAME for one format for all, or --plan plan.json")
+    source = models.open(model, offline)
+    if path.exists() and path.samefile(source.path):
+        raise InputError(f"`{path}` is the model itself", "choose another `-o`")
+    made = make_plan(source, target, format, plan, [override] if isinstance(override, str) else override, method)
+    if not no_verify:
         runtimes.needed(runtimes.get(target.runtime))
         held_out_windows(source, data, None, TOKENS)
     work = path.with_name(f"{path.name}.work")
-    artifact = artifacts.quantize(source, made, work / "artifact", progress)
-    export(artifact, path, to=to, progress=progress)
-    verdict = verify(path, source, data=data, thresholds=thresholds, progress=progress) if verify_file else None
+    with Staged(path) as staged:
+        artifact = artifacts.quantize(source, made, work / "artifact", progress)
+        target.write(artifact, staged, progress)
+    verdict = None if no_verify else verify(path, source, data=data, progress=progress, **vars(limits))
     result = Quantized(path, work / "artifact", made, verdict)
     with Staged(work / "results.json") as staged:
-        staged.write_text(json.dumps(result.to_dict(), indent=1))
+        staged.write_text(to_json(result.to_dict()))
     return result
 
 
 def make_plan(source: Model, target: Target, format: str | None, plan: str | Path | None, override: Sequence[str], method: str) -> Plan:
-    """Everything that can be refused is refused here, before any work."""
-    if why_not := target.supports(source.config, source.tokenizer):
-        raise InputError(f"{target.name} cannot hold `{source.path.name}`: {why_not}", f"other targets: {', '.join(targets.all())}")
-    if (format is None) == (plan is None):
-        raise InputError("give a budget", "--format NAME for one format for all, or --plan plan.json")
+    _check_target(target, source.path, source.config, source.tokenizer)
     if format is not None:
-        return planning.uniform(source.weights, target, formats.get(format), override, method)
-    if override:
+        made = planning.uniform(source.weights, target, formats.get(format), override, method)
+    elif override:
         raise InputError("`--override` goes with `--format`", "edit plan.json instead")
-    try:
-        text = Path(str(plan)).read_text()
-    except OSError as failure:
-        raise InputError(
-            f"`{plan}` cannot be read: {failure.strerror}", "`fewbits quantize` writes a plan.json into its artifact"
-        ) from None
-    return planning.read(text, source.weights, target)
+    else:
+        text = read_text(Path(str(plan)), "`fewbits quantize` writes a plan.json into its artifact")
+        made = planning.read(text, source.weights, target)
+    for name in {entry.method for entry in made.entries}:
+        methods.get(name)
+    return made
 
 
-def export(artifact: Artifact | str | Path, out: str | Path, *, to: str, progress: Progress[Any] = silent) -> Path:
+def export(artifact: Artifact | str | Path, out: str | Path, *, to: str | None = None, progress: Progress[Any] = silent) -> Path:
     """One artifact to any target that accepts its formats."""
+    target = target_for(Path(out), to)
     if not isinstance(artifact, Artifact):
         artifact = Artifact(Path(artifact))
-    target = targets.get(to)
     path = output_path(Path(out), target)
-    if why_not := target.supports(artifact.config, artifact.tokenizer):
-        raise InputError(f"{target.name} cannot hold `{artifact.path}`: {why_not}", f"other targets: {', '.join(targets.all())}")
+    _check_target(target, artifact.path, artifact.config, artifact.tokenizer)
     for weight in artifact.weights:
         fmt = formats.get(artifact.plan[weight.name].format)
         if why_not := planning.refuses(weight, target, fmt):
-            raise InputError(f"{target.name} cannot hold `{weight.name}` in {fmt.name}: {why_not}", f"quantize with `--to {to}`")
+            raise InputError(f"{target.name} cannot hold `{weight.name}` in {fmt.name}: {why_not}", f"quantize with `--to {target.name}`")
     with Staged(path) as staged:
         target.write(artifact, staged, progress)
     return path
@@ -117,9 +125,11 @@ def verify(
     path: str | Path,
     against: str | Path | Model,
     *,
-    data: Sequence[str | Path] = (),
+    data: Paths = (),
     runtime: str = "auto",
-    thresholds: Thresholds = Thresholds(),  # noqa: B008 - frozen
+    max_kl: float | None = None,
+    min_agreement: float | None = None,
+    max_ppl_ratio: float | None = None,
     length: int | None = None,
     tokens: int = TOKENS,
     floor: bool = True,
@@ -128,37 +138,38 @@ def verify(
     """Runs the file itself in the runtime it is meant for, beside the float model in torch."""
     from fewbits.runtimes import torch as torch_runtime
 
-    path = Path(path)
+    path, thresholds = Path(path), Thresholds(max_kl, min_agreement, max_ppl_ratio)
     if not path.exists():
         raise InputError(f"there is nothing at `{path}`", "give a .gguf, an .onnx or a fewbits artifact folder")
-    source = against if isinstance(against, models.Model) else models.open(against)
     judge = runtimes.needed(runtimes.for_file(path) if runtime == "auto" else runtimes.get(runtime))
+    if not judge.takes(path):
+        raise InputError(
+            f"{judge.name} does not run files like `{path.name}`", f"leave `--runtime` out: {runtimes.for_file(path).name} does"
+        )
+    source = against if isinstance(against, models.Model) else models.open(against)
     windows = held_out_windows(source, data, length, tokens)
     length = len(windows[0])
 
-    with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
-        sessions = {"file": judge.open(path, length)}
+    with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
+        sessions = {"file": opened.enter_context(closing(judge.open(path, length)))}
         if floor and (target := _target_of(judge)):
-            sessions["floor"] = judge.open(float_file(source, target, Path(scratch), progress), length)
-        try:
-            measured = verification.measure(torch_runtime.of_module(source.module()), sessions, windows, progress)
-        finally:
-            for session in sessions.values():
-                session.close()
+            file = float_file(source, target, Path(scratch), progress)
+            sessions["floor"] = opened.enter_context(closing(judge.open(file, length)))
+        measured = verification.measure(torch_runtime.of_module(source.module()), sessions, windows, progress)
     kl_floor = float(sum(measured["floor"].kl) / len(measured["floor"].kl)) if "floor" in measured else None
     return verification.judge(
         measured["file"],
         thresholds,
         nbytes=path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.iterdir()),
-        bits_per_weight=8 * tensor_bytes(path) / parameters(source),
+        bits_per_weight=bits_per_weight(path, source),
         runtime=judge.name,
         runtime_version=judge.version(),
         kl_floor=kl_floor,
     )
 
 
-def held_out_windows(source: Model, data: Sequence[str | Path], length: int | None, tokens: int) -> list[texts.Window]:
-    text = texts.read(data) if data else embedded.verification_text()
+def held_out_windows(source: Model, data: Paths, length: int | None, tokens: int) -> list[texts.Window]:
+    text = texts.read([data] if isinstance(data, str | Path) else data) if data else embedded.verification_text()
     return texts.windows(text, source.tokenizer, texts.window_length(source.config, length), tokens)
 
 
@@ -168,13 +179,29 @@ def float_file(source: Model, target: Target, folder: Path, progress: Progress[A
     return export(floor, folder / target.file_name, to=target.name, progress=progress)
 
 
-def parameters(source: Model) -> int:
-    return sum(rows * cols for rows, cols in (w.shape for w in source.weights)) + sum(source.tensor(name).numel() for name in source.rest)
+def bits_per_weight(path: Path, source: Model) -> float:
+    """Of the matrices, as a plan counts them: what lies beside them (norms, biases: float32 in every target) is left out."""
+    rest = sum((4 if path.is_file() else tensor.element_size()) * tensor.numel() for tensor in map(source.tensor, source.rest))
+    return 8 * (tensor_bytes(path) - rest) / sum(rows * cols for rows, cols in (w.shape for w in source.weights))
+
+
+def target_for(out: Path, to: str | None) -> Target:
+    """The one asked for, or the one whose files are called so; a name that contradicts the target is refused."""
+    by_name = next((t for t in targets.all().values() if out.suffix.lower() == Path(t.file_name).suffix), None)
+    target = targets.get(to) if to else by_name or targets.get("gguf")
+    if by_name and by_name != target:
+        raise InputError(f"`{out.name}` is named like a file of {by_name.name}, not of {target.name}", "choose another `-o` or `--to`")
+    return target
 
 
 def output_path(out: Path, target: Target) -> Path:
     """A file name is taken as it is; anything else is a folder that receives the target's usual file."""
     return out if out.suffix.lower() == Path(target.file_name).suffix else out / target.file_name
+
+
+def _check_target(target: Target, path: Path, config: Any, tokenizer: Any) -> None:
+    if why_not := target.supports(config, tokenizer):
+        raise InputError(f"{target.name} cannot hold `{path.name}`: {why_not}", f"all targets: {', '.join(targets.all())}")
 
 
 def _target_of(runtime: Runtime) -> Target | None:

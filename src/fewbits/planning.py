@@ -6,7 +6,8 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fewbits import formats, targets
 from fewbits.errors import InputError
@@ -49,8 +50,12 @@ class Plan:
     def fallbacks(self) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.fallback)
 
+    @cached_property
+    def _by_name(self) -> dict[str, Entry]:
+        return {entry.weight: entry for entry in self.entries}
+
     def __getitem__(self, weight: str) -> Entry:
-        return next(entry for entry in self.entries if entry.weight == weight)
+        return self._by_name[weight]
 
     def to_json(self) -> str:
         weights = {
@@ -94,7 +99,7 @@ def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> 
         content: Any = json.loads(text)
         schema, rows = content["schema"], dict(content["weights"])
         target = target or targets.get(str(content["target"]))
-        chosen = {str(name): (str(row["format"]), str(row.get("method", "rtn")), str(row.get("reason", ""))) for name, row in rows.items()}
+        chosen = {str(name): _row(row) for name, row in rows.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         raise InputError(f"this is not a plan: {failure!r}", "`fewbits quantize` writes one as plan.json") from failure
     if schema != SCHEMA:
@@ -108,12 +113,30 @@ def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> 
     for weight in weights:
         if weight.name not in chosen:
             raise InputError(f"the plan leaves out `{weight.name}`", 'every weight needs a row; use "format": "fp16" to keep one in float')
-        name, method, reason = chosen[weight.name]
-        fmt = formats.get(name)
+        row = chosen[weight.name]
+        fmt = formats.get(weight.dtype if row.format.lower() == "keep" else row.format)
         if why_not := refuses(weight, target, fmt):
             raise InputError(f"the plan gives `{weight.name}` {fmt.name}: {why_not}", "choose another format for it in the plan")
-        entries.append(replace(_entry(weight, target, fmt, reason, method), reason=reason))
+        entry = _entry(weight, target, fmt, row.reason, row.method)
+        edited = row.nbytes is not None and content["target"] == target.name and row.nbytes != entry.nbytes
+        entries.append(replace(entry, reason="edited in plan.json") if edited else replace(entry, fallback=row.fallback))
     return Plan(target.name, tuple(entries))
+
+
+class _Row(NamedTuple):
+    """One line of a plan.json, as it was read."""
+
+    format: str
+    method: str
+    reason: str
+    fallback: bool
+    nbytes: int | None
+
+
+def _row(row: Any) -> _Row:
+    nbytes = row.get("bytes")
+    plain = (str(row["format"]), str(row.get("method", "rtn")), str(row.get("reason", "")), bool(row.get("fallback", False)))
+    return _Row(*plain, nbytes if isinstance(nbytes, int) else None)
 
 
 def refuses(weight: Weight, target: Target, fmt: Format) -> str | None:
@@ -128,7 +151,7 @@ def _entry(weight: Weight, target: Target, fmt: Format, reason: str, method: str
 
 
 def _next_that_fits(weight: Weight, target: Target, asked: Format, why_not: str) -> tuple[Format, str]:
-    """The smallest format of no fewer bits than the one asked for: a fallback must not cost quality."""
+    """The smallest format of no fewer bits than the one asked for."""
     floor = asked.bits_per_weight((256, 256))  # a shape that every format fits
     keep = formats.get(weight.dtype)
 

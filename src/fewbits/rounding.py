@@ -19,7 +19,7 @@ def encode(w: Tensor, levels: Levels, scale: Tensor, offset: Tensor | None = Non
 
 def decode(codes: Tensor, levels: Levels | None, scale: Tensor, offset: Tensor | None = None) -> Tensor:
     if levels is None:
-        return codes.float()
+        return codes.to(torch.float32, copy=True)  # never the stored values themselves, which others read
     values = level_values(levels)[codes.int()] if _first_of_consecutive(levels) is None else codes.float() + levels[0]
     values *= scale
     return values if offset is None else values.add_(offset)

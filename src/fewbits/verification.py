@@ -6,13 +6,14 @@ numbers per position.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from fewbits.errors import InputError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,7 +47,7 @@ class Measured:
             self.kl += (p.exp() * (p - q)).sum(-1).tolist()
             self.nll += (-q.gather(-1, token[:, None])[:, 0]).tolist()
             self.nll_base += (-p.gather(-1, token[:, None])[:, 0]).tolist()
-            self.agrees += (base.argmax(-1) == test.argmax(-1)).tolist()
+            self.agrees += ((base.argmax(-1) == test.argmax(-1)) & test.isfinite().all(-1)).tolist()
             difference = float((base - test).abs().max())
             self.max_logit_diff = max(self.max_logit_diff, difference) if math.isfinite(difference) else math.inf
 
@@ -56,6 +57,12 @@ class Thresholds:
     max_kl: float | None = None
     min_agreement: float | None = None
     max_ppl_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not (0 <= value < math.inf and (name != "min_agreement" or value <= 1)):
+                option = f"--{name.replace('_', '-')}"
+                raise InputError(f"`{option} {value}` is no threshold", "agreement is a share up to 1, KL and ratio are at least 0")
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,6 @@ class Verdict:
     def to_dict(self) -> dict[str, object]:
         return asdict(self) | {"passed": self.passed}
 
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=1)
-
 
 def measure(
     reference: Session, sessions: Mapping[str, Session], windows: Sequence[Window], progress: Progress[Window]
@@ -96,11 +100,15 @@ def measure(
     """Every session on the same windows; the reference is computed once for all of them."""
     import torch
 
+    for session in sessions.values():
+        if session.vocabulary != reference.vocabulary:
+            found = f"the file has a vocabulary of {session.vocabulary}, the model one of {reference.vocabulary}"
+            raise InputError(found, "is it the file of another model?")
     measured = {name: Measured() for name in sessions}
     for window in progress(windows, len(windows), "verifying"):
         base, following = reference.logits(window)[:-1], torch.tensor(window[1:])
         for name, session in sessions.items():
-            measured[name].add(base, session.logits(window)[:-1, : base.shape[1]], following)
+            measured[name].add(base, session.logits(window)[:-1], following)
     return measured
 
 
@@ -150,6 +158,7 @@ def judge(
 
 def bootstrap_ci95(values: Floats, block: int = _BLOCK, seed: int = 0) -> tuple[float, float]:
     """95 % interval of the mean, resampling blocks of neighbours (a remainder joins as a shorter block)."""
+    block = min(block, max(1, len(values) // 16))  # few values: smaller blocks, as one block alone would have no spread
     edges = np.arange(0, len(values), block)
     sums, sizes = np.add.reduceat(values, edges), np.diff(np.append(edges, len(values)))
     picks = np.random.default_rng(seed).integers(0, len(edges), (_RESAMPLES, len(edges)))

@@ -72,12 +72,21 @@ class Folder:
         return self._open[shard]
 
 
+def read_text(path: Path, hint: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"`{path}` is missing", hint) from None
+    except OSError as failure:
+        raise InputError(f"`{path}` cannot be read: {failure.strerror}", hint) from failure
+    except UnicodeDecodeError as failure:
+        raise InputError(f"`{path}` is not UTF-8 text", hint) from failure
+
+
 def read_json(path: Path, hint: str) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"`{path}` is missing", hint) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as failure:
+        return json.loads(read_text(path, hint))
+    except (json.JSONDecodeError, RecursionError) as failure:
         raise InputError(f"`{path}` is not valid JSON: {failure}", "the file is damaged; fetch it again") from failure
 
 

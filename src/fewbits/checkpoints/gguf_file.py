@@ -23,7 +23,7 @@ _FLOATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._reader = _open(path)
+        self._reader = open_reader(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     @cached_property
@@ -98,7 +98,7 @@ class GgufFile:
             return AutoModelForCausalLM.from_config(self.config)
 
 
-def _open(path: Path) -> Any:
+def open_reader(path: Path) -> Any:
     import gguf
 
     try:

@@ -49,7 +49,7 @@ def take_off_grid(gguf: Path, folder: Path, progress: Progress[Any]) -> None:
     tensors = {name: checkpoint.load(name).float() for name in progress(checkpoint.names(), len(checkpoint.names()), "decoding")}
     rescale_channels(tensors, checkpoint.config)
     tensors[_EMBEDDING] = add_half_a_step(tensors[_EMBEDDING])
-    with Staged(folder) as staged:
+    with Staged(folder, marker="config.json") as staged:
         staged.mkdir()
         checkpoint.save_assets(staged)
         halves = {name: tensor.to(torch.float16).contiguous() for name, tensor in tensors.items()}

@@ -87,7 +87,7 @@ class IntegerWithZero(Integer):
     def parts(self, shape: Shape) -> dict[str, Spec]:
         rows, groups = self._groups(shape)
         return {
-            "codes": Spec("uint8", (rows, shape[1] * self.bits // 8)),
+            "codes": Spec("uint8", (shape[0], shape[1] * self.bits // 8)),
             "scales": Spec("float16", (rows, groups)),
             "zeros": Spec("uint8", (rows, -(-groups * self.bits // 8))),
         }
@@ -98,14 +98,19 @@ class IntegerWithZero(Integer):
         from fewbits.fitting import grouped, importance_like, in_row_chunks
         from fewbits.fitting.zeros import fit_scale_and_zero
 
+        if fixed is not None:
+            return fixed
         run = self.run or w.shape[1]
         weight = importance_like(w, importance, run)
 
-        def fit(rows: Tensor) -> Grid:
-            scales, zeros = fit_scale_and_zero(grouped(rows, run), (1 << self.bits) - 1, weight, how)
+        def fit(x: Tensor) -> Grid:
+            scales, zeros = fit_scale_and_zero(x, (1 << self.bits) - 1, weight, how)
             return {"scales": scales.half(), "zeros": zeros.to(torch.uint8)}
 
-        return in_row_chunks(fit, w)
+        if self.tensor_wide:
+            weight = None if weight is None else weight.expand(1, len(w), run).flatten(1).unsqueeze(0)
+            return fit(w.reshape(1, 1, -1))
+        return in_row_chunks(lambda rows: fit(grouped(rows, run)), w)
 
     def affine(self, grid: Grid, columns: Columns = slice(None)) -> tuple[Tensor, Tensor | None]:
         # 11 bits of a float16 times 8 of a zero point: offsets and sums are exact in float32, so this is scale * (q - zero)
@@ -143,14 +148,15 @@ def _symmetric(bits: int, reach: int | None, tensor: bool = False) -> Integer:
     )
 
 
-def _asymmetric(bits: int, reach: int | None) -> IntegerWithZero:
+def _asymmetric(bits: int, reach: int | None, tensor: bool = False) -> IntegerWithZero:
     return IntegerWithZero(
-        name=f"int{bits}_{f'g{reach}' if reach else 'channel'}_asym",
-        about=f"{bits} bits, zero point per {reach or 'row'}",
+        name=f"int{bits}_{'tensor' if tensor else f'g{reach}' if reach else 'channel'}_asym",
+        about=f"{bits} bits, zero point {'for all' if tensor else f'per {reach}' if reach else 'per row'}",
         levels=tuple(float(q) for q in range(1 << bits)),
         run=reach,
         block=reach or _whole_bytes(bits),
         bits=bits,
+        tensor_wide=tensor,
     )
 
 
@@ -158,9 +164,10 @@ def _whole_bytes(bits: int) -> int:
     return {2: 4, 3: 8, 4: 2, 5: 8, 6: 4, 8: 1}[bits]
 
 
-# One scale for a whole weight leaves too little of it below 4 bits; asymmetric 5 and 6 bits are run by no runtime.
+_BITS = (2, 3, 4, 5, 6, 8)
 FORMATS = [
-    *(_symmetric(bits, None, tensor=True) for bits in (4, 8)),
-    *(_symmetric(bits, reach) for bits in (2, 3, 4, 5, 6, 8) for reach in (None, *_GROUPS)),
-    *(_asymmetric(bits, reach) for bits in (2, 3, 4, 8) for reach in (None, *_GROUPS)),
+    *(_symmetric(bits, None, tensor=True) for bits in _BITS),
+    *(_symmetric(bits, reach) for bits in _BITS for reach in (None, *_GROUPS)),
+    *(_asymmetric(bits, None, tensor=True) for bits in _BITS),
+    *(_asymmetric(bits, reach) for bits in _BITS for reach in (None, *_GROUPS)),
 ]

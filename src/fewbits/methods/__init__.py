@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 from fewbits.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from fewbits.formats import Parts
 
-    from fewbits.formats import Format, Parts
-
-    Method = Callable[[Tensor, Format], Parts]
+    Method = Callable[..., Parts]  # (w, fmt, ...) -> parts
 
 
 def all() -> list[str]:

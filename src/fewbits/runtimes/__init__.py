@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class Session(ABC):
     """A model loaded in a runtime."""
 
+    vocabulary: int
+
     @abstractmethod
     def logits(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), vocabulary) float32
         """Of one sequence, from an empty cache."""

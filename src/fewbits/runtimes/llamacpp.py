@@ -123,7 +123,6 @@ class LlamaCppSession(Session):
         self._vocab = library.llama_model_get_vocab(self._model)
         self.vocabulary = int(library.llama_vocab_n_tokens(self._vocab))
         self.context = context
-        self.flash_attention = any("Flash Attention enabled" in line for _, line in _log)  # left to llama.cpp; for reports
 
     def logits(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), vocabulary) float32
         import torch

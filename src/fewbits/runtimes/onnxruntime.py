@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class _Logits(Session):
     def __init__(self, session: Any) -> None:
         self._session = session
+        self.vocabulary = int(session.get_outputs()[0].shape[-1])
 
     def logits(self, tokens: list[int]) -> Tensor:
         import numpy as np

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fewbits.runtimes import Runtime, Session
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
 class _Module(Session):
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module.float().eval()
+        self.vocabulary = int(module.config.vocab_size)
 
     def logits(self, tokens: list[int]) -> Tensor:
         import torch
@@ -24,7 +25,7 @@ class _Module(Session):
         return logits
 
 
-def of_module(module: nn.Module) -> Session:
+def of_module(module: Any) -> Session:
     """A session over a transformers module that is loaded already."""
     return _Module(module)
 
