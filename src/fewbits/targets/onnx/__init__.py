@@ -26,12 +26,9 @@ if TYPE_CHECKING:
 
 # How MatMulNBits computes: 0 in float32, exact to 1e-6; 4 rounds its inputs to 8 bits per block of columns, as llama.cpp does.
 # A deployed file holds 4: at 0 ONNX Runtime 1.31 decodes an 8-bit matrix anew in every call (11 ms instead of 0.2 for 2048 x 2048
-# and one token; float32 takes 0.6), and 4 bits take 2.3 times as long. The price, as KL beside that of the weights themselves:
-#                 embedded model (10,240 tokens)      stories260K (6,144 tokens), 64 wide, perplexity 7 instead of 190
-#   int4_g32      1.0e-5, weights 1.8e-3              1.0e-3, weights 1.5e-1
-#   q8_0          1.1e-5, weights 0.6e-5              0.6e-3, weights 0.6e-3
-#   int8_channel  2.2e-5, weights 1.1e-5              1.2e-3, weights 0.8e-3
-# So it is lost in the noise of 4-bit weights and about doubles the damage of 8-bit ones.
+# and one token; float32 takes 0.6), and 4 bits take 2.3 times as long. The price, as KL (`fewbits demo --json`, crosscheck.kl of
+# kl_mean): int4_g32 1.1e-4 of 1.1e-2, lost in the noise of the weights; int8_channel, whose blocks are 256 columns, 3.7e-4 of
+# 4.4e-4: where 8-bit weights must be exact to the last digit, level 0 or a format with blocks of 32 is the better choice.
 ACCURACY_LEVEL = 4
 
 _LARGEST = 2**31 - 2**24  # protobuf ends at 2 GiB; the graph itself takes a few MB
