@@ -139,7 +139,7 @@ def inspect(
 def compare(
     model: ModelArg,
     weight: Annotated[str | None, typer.Option("--weight", help="Only weights whose name matches this regular expression.")] = None,
-    formats: Annotated[str | None, typer.Option("--formats", help="Only these formats, with commas.")] = None,
+    formats: Annotated[str | None, typer.Option("--formats", help="These formats, with commas, or all. Default: the usual dozen.")] = None,
     bits: Annotated[int, typer.Option("--bits", min=2, max=8, help="Width for the comparison of granularities.")] = 4,
     as_json: Json = False,
 ) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fewbits.model import Weight
     from fewbits.progress import Progress
 
+USUAL = ("q3_s6", "q3_k", "q4_0", "q4_k", "iq4_xs", "int4_g32", "int4_g128", "mxfp4", "q5_k", "q6_k", "int8_channel", "q8_0")
 _DECODE_SHAPE = (256, 4096)  # 4 MB of float32: in cache, so that the kernel is measured and not the memory it writes
 _DECODE_SECONDS = 0.3
 
@@ -75,7 +76,7 @@ def compare(
     bits: int = 4,
     progress: Progress[Weight] = silent,
 ) -> Comparison:
-    """Errors are relative to the weights' own RMS, so that layers compare."""
+    """Errors are relative to the weights' own RMS, so that layers compare. `formats`: the usual dozen, or names, or ["all"]."""
     model = model if isinstance(model, Model) else open_model(model)
     try:
         chosen = [w for w in model.weights if weight is None or re.search(weight, w.name)]
@@ -85,7 +86,7 @@ def compare(
         raise InputError(f"`{weight}` matches no weight", f"names look like `{model.weights[len(model.weights) // 2].name}`")
     if bits not in range(2, 9):
         raise InputError(f"`--bits {bits}` is not between 2 and 8", "4 and 8 are the usual ones")
-    fmts = [known.get(name) for name in formats] if formats else list(known.all().values())
+    fmts = list(known.all().values()) if formats == ["all"] else [known.get(name) for name in formats or USUAL]
 
     granularities = []
     squares: dict[tuple[str, How], list[tuple[float, float]]] = {}
