@@ -6,7 +6,6 @@ The verbs of the command line, as functions. Importing this loads no torch: each
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ _HOME = {
     "verify": "pipeline",
 }
 
-__version__ = version("fewbits")
 __all__ = ["compare", "demo", "export", "formats", "inspect", "quantize", "verify"]
 
 
@@ -34,6 +32,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fewbits")
     if name == "formats":
         return importlib.import_module("fewbits.formats")
     if name in _HOME:

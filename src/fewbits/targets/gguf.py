@@ -7,6 +7,7 @@ int4_g32 becomes Q4_0, int8_channel becomes Q8_0 with its scale repeated. Nothin
 from __future__ import annotations
 
 import errno
+import importlib.util
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,8 +47,7 @@ class Layout:
 @cache
 def layout(fmt: Format) -> Layout | None:
     """By structure: a cast, a type of GGUF itself, or the values of one."""
-    import gguf
-
+    gguf = _constants()
     specs = fmt.parts(_ANY)
     if fmt.levels is None:
         dtype = specs["values"].dtype if specs.keys() == {"values"} else ""
@@ -59,6 +59,18 @@ def layout(fmt: Format) -> Layout | None:
         same_size = fmt.block == block and fmt.nbytes(_ANY) == _ANY[0] * _ANY[1] // block * block_bytes
         return Layout(own.name, block, block_bytes, lambda parts: parts["blocks"]) if same_size else None
     return _same_values(fmt)
+
+
+@cache
+def _constants() -> Any:
+    """gguf's tables of types without the rest of the package, whose import takes a third of the half second that `formats` has."""
+    package = importlib.util.find_spec("gguf")
+    assert package and package.submodule_search_locations
+    spec = importlib.util.spec_from_file_location("gguf_constants", Path(package.submodule_search_locations[0]) / "constants.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _same_values(fmt: Format) -> Layout | None:
