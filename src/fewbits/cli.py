@@ -25,6 +25,8 @@ Data = Annotated[list[Path] | None, typer.Option("--data", help="Held-out text (
 MaxKl = Annotated[float | None, typer.Option("--max-kl", help="Fail above this mean KL divergence.")]
 MinAgreement = Annotated[float | None, typer.Option("--min-agreement", help="Fail below this share of equal top tokens.")]
 MaxPplRatio = Annotated[float | None, typer.Option("--max-ppl-ratio", help="Fail above this perplexity ratio.")]
+Length = Annotated[int | None, typer.Option("--length", min=2, help="Tokens in a window. Default: 512, or what the model takes.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="About how many tokens to judge on (whole windows).")]
 Offline = Annotated[bool, typer.Option("--offline", help="Never download.")]
 
 
@@ -66,6 +68,8 @@ def quantize(
     max_kl: MaxKl = None,
     min_agreement: MinAgreement = None,
     max_ppl_ratio: MaxPplRatio = None,
+    length: Length = None,
+    tokens: Tokens = 16384,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Write the file without running it.")] = False,
     offline: Offline = False,
     as_json: Json = False,
@@ -79,7 +83,8 @@ def quantize(
         _warn_about_default_text(model)
     result = run(
         model, out, to=to, format=format, plan=plan, override=override or (), method=method, data=data or (), max_kl=max_kl,
-        min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, no_verify=no_verify, offline=offline,
+        min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, length=length, tokens=tokens,
+        no_verify=no_verify, offline=offline,
         progress=_progress(as_json, quiet),
     )  # fmt: skip
     if as_json:
@@ -141,13 +146,14 @@ def compare(
     weight: Annotated[str | None, typer.Option("--weight", help="Only weights whose name matches this regular expression.")] = None,
     formats: Annotated[str | None, typer.Option("--formats", help="These formats, with commas, or all. Default: the usual dozen.")] = None,
     bits: Annotated[int, typer.Option("--bits", min=2, max=8, help="Width for the comparison of granularities.")] = 4,
+    offline: Offline = False,
     as_json: Json = False,
 ) -> None:
     """Reconstruction error by granularity and format, and decode speed."""
     from fewbits.comparison import compare as run
     from fewbits.reporting import terminal
 
-    result = run(model, weight, formats.split(",") if formats else None, bits, _progress(as_json, False))
+    result = run(model, weight, formats.split(",") if formats else None, bits, offline, _progress(as_json, False))
     if as_json:
         _show(result.to_dict())
     else:
@@ -163,11 +169,10 @@ def verify(
     max_kl: MaxKl = None,
     min_agreement: MinAgreement = None,
     max_ppl_ratio: MaxPplRatio = None,
-    length: Annotated[
-        int | None, typer.Option("--length", min=2, help="Tokens in a window (default 512, or what the model takes).")
-    ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="About how many tokens to judge on (whole windows).")] = 16384,
+    length: Length = None,
+    tokens: Tokens = 16384,
     no_floor: Annotated[bool, typer.Option("--no-floor", help="Do not also run the float file in the same runtime.")] = False,
+    offline: Offline = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -179,7 +184,7 @@ def verify(
         _warn_about_default_text(against)
     verdict = run(
         path, against, data=data or (), runtime=runtime, max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
-        length=length, tokens=tokens, floor=not no_floor, progress=_progress(as_json, quiet),
+        length=length, tokens=tokens, floor=not no_floor, offline=offline, progress=_progress(as_json, quiet),
     )  # fmt: skip
     if as_json:
         _show(verdict.to_dict())

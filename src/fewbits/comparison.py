@@ -74,10 +74,11 @@ def compare(
     weight: str | None = None,
     formats: Sequence[str] | None = None,
     bits: int = 4,
+    offline: bool = False,
     progress: Progress[Weight] = silent,
 ) -> Comparison:
     """Errors are relative to the weights' own RMS, so that layers compare. `formats`: the usual dozen, or names, or ["all"]."""
-    model = model if isinstance(model, Model) else open_model(model)
+    model = model if isinstance(model, Model) else open_model(model, offline)
     try:
         chosen = [w for w in model.weights if weight is None or re.search(weight, w.name)]
     except re.error as failure:

@@ -61,6 +61,8 @@ def quantize(
     max_kl: float | None = None,
     min_agreement: float | None = None,
     max_ppl_ratio: float | None = None,
+    length: int | None = None,
+    tokens: int = TOKENS,
     no_verify: bool = False,
     offline: bool = False,
     progress: Progress[Any] = silent,
@@ -79,12 +81,12 @@ def quantize(
     made = make_plan(source, target, format, plan, [override] if isinstance(override, str) else override, method)
     if not no_verify:
         runtimes.needed(runtimes.get(target.runtime))
-        held_out_windows(source, data, None, TOKENS)
+        held_out_windows(source, data, length, tokens)
     work = path.with_name(f"{path.name}.work")
     with Staged(path) as staged:
         artifact = artifacts.quantize(source, made, work / "artifact", progress)
         target.write(artifact, staged, progress)
-    verdict = None if no_verify else verify(path, source, data=data, progress=progress, **vars(limits))
+    verdict = None if no_verify else verify(path, source, data=data, length=length, tokens=tokens, progress=progress, **vars(limits))
     result = Quantized(path, work / "artifact", made, verdict)
     with Staged(work / "results.json") as staged:
         staged.write_text(to_json(result.to_dict()))
@@ -133,6 +135,7 @@ def verify(
     length: int | None = None,
     tokens: int = TOKENS,
     floor: bool = True,
+    offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Verdict:
     """Runs the file itself in the runtime it is meant for, beside the float model in torch."""
@@ -146,7 +149,7 @@ def verify(
         raise InputError(
             f"{judge.name} does not run files like `{path.name}`", f"leave `--runtime` out: {runtimes.for_file(path).name} does"
         )
-    source = against if isinstance(against, models.Model) else models.open(against)
+    source = against if isinstance(against, models.Model) else models.open(against, offline)
     windows = held_out_windows(source, data, length, tokens)
     length = len(windows[0])
 
