@@ -21,9 +21,10 @@ console = Console(stderr=True, highlight=False)
 
 
 def size(nbytes: float) -> str:
+    """Three digits at least: 950 B, 7.42 MB, 271 MB."""
     for unit in ("B", "kB", "MB"):
         if nbytes < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.2f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.2f} GB"
 
