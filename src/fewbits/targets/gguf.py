@@ -115,7 +115,9 @@ class Gguf(Target):
 
     def activation_block(self, weight: Weight, fmt: Format) -> int | None:
         own = layout(fmt)
-        return own.block if own and own.block > 1 else None  # ggml pairs a block of 32 with Q8_0, a super-block with Q8_K
+        if own is None or own.block == 1:
+            return None
+        return 256 if own.block == 256 else 32  # ggml pairs a super-block with Q8_K and every other block, nvfp4's 64 too, with Q8_0
 
     def supports(self, config: Any, tokenizer: Any) -> str | None:
         from fewbits import vocabularies
