@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from fewbits import rounding
+
 
 def encode_one(value: float, levels: tuple[float, ...], scale: float, offset: float) -> int:
     """The code whose decoded value is nearest, by trying all of them; of two equally near ones, either may be taken."""
@@ -31,3 +33,120 @@ def kl(p_logits: list[float], q_logits: list[float]) -> float:
         return [x / sum(raised) for x in raised]
 
     return sum(p * math.log(p / q) for p, q in zip(softmax(p_logits), softmax(q_logits), strict=True))
+
+
+# Error feedback as the papers on optimal brain quantization write it: an inverse of what is left of the Hessian at every step, and
+# the weights not yet rounded are moved. Columns stay where they are; rows are independent. Everything in float64.
+
+Compensations = list[tuple[int, list[int], Tensor, float]]  # (column, the ones still to come, how they move per unit of error, pivot)
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    h = hessian.double().clone()
+    dead = [j for j in range(len(h)) if h[j, j] == 0]
+    alive = [j for j in range(len(h)) if h[j, j] != 0]
+    mean = sum(float(h[j, j]) for j in alive) / len(alive)
+    for j in dead:
+        h[j, :] = h[:, j] = 0
+        h[j, j] = mean
+    return h + damping * mean * torch.eye(len(h), dtype=torch.float64)
+
+
+def visiting_order(hessian: Tensor, width: int, order: str) -> list[list[int]]:
+    """Blocks of columns, in the order of their visits."""
+    cols, diagonal = len(hessian), hessian.double().diagonal().tolist()
+    if order == "columns":
+        return [sorted(range(cols), key=lambda j: -diagonal[j])]
+    blocks = [list(range(start, start + width)) for start in range(0, cols, width)]
+    if order == "natural":
+        return blocks
+    blocks.sort(key=lambda block: -sum(diagonal[j] for j in block))
+    return [sorted(block, key=lambda j: -diagonal[j]) for block in blocks]
+
+
+def compensations(h: Tensor, visits: list[int]) -> Compensations:
+    steps: Compensations = []
+    for step, column in enumerate(visits):
+        left = visits[step:]
+        inverse = torch.linalg.inv(h[left][:, left])
+        steps.append((column, left[1:], inverse[0, 1:] / inverse[0, 0], float(1 / inverse[0, 0])))
+    return steps
+
+
+class Feedback:
+    """The slow twin of feedback.solve: `first_pass`, then any number of `improve` and `descend`."""
+
+    def __init__(self, w: Tensor, fmt, h: Tensor, blocks: list[list[int]], steps, local, diagonal: Tensor) -> None:
+        self.w, self.fmt, self.h, self.blocks, self.steps = w.double(), fmt, h, blocks, steps
+        self.local = local  # the compensations of a block (its columns) by itself
+        self.codes, self.q = torch.zeros(w.shape, dtype=torch.uint8), self.w.clone()
+        self.grids: dict[int, dict[str, Tensor]] = {}  # by the first column of the block
+        pivots = {column: pivot for column, _, _, pivot in steps}
+        self.stakes = torch.tensor([math.sqrt(float(diagonal[j]) * pivots[j]) for j in range(w.shape[1])])
+        self.fixed = fmt.fit(w, self.stakes) if fmt.tensor_wide else None
+
+    def fit(self, values: Tensor, block: list[int]) -> dict[str, Tensor]:  # values (rows, cols): of which the block's are read
+        natural = sorted(block)
+        return self.fmt.fit(values[:, natural].float().contiguous(), self.stakes[natural], self.fixed)
+
+    def rounded(self, values: Tensor, column: int, block: list[int], grid: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        scale, offset = self.fmt.affine(grid, torch.tensor([column - min(block)]))
+        codes = rounding.encode(values.unsqueeze(1), self.fmt.levels, scale, offset)
+        return codes[:, 0], rounding.decode(codes, self.fmt.levels, scale, offset)[:, 0].double()
+
+    def first_pass(self) -> None:
+        moved, steps = self.w.clone(), iter(self.steps)
+        for block in self.blocks:
+            grid = self.grids[min(block)] = self.fit(moved, block)
+            for _ in block:
+                self._round_next(moved, next(steps), block, grid, self.codes, self.q)
+
+    def improve(self, refit: bool) -> None:
+        for block in self.blocks:
+            rest = [j for j in range(len(self.h)) if j not in block]
+            if not rest:
+                return
+            inside = self.h[block][:, block]
+            best = self.w.clone()
+            best[:, block] += (self.w - self.q)[:, rest] @ self.h[rest][:, block] @ torch.linalg.inv(inside)
+            grid = self.fit(best, block) if refit else self.grids[min(block)]
+            codes, q, moved = self.codes.clone(), self.q.clone(), best.clone()
+            for step in self.local(tuple(block)):
+                self._round_next(moved, step, block, grid, codes, q)
+            for column in block:
+                self._descend_one(column, block, grid, codes, q)
+            better = self.loss(q) < self.loss(self.q)
+            for row in better.nonzero()[:, 0].tolist():
+                self.codes[row], self.q[row] = codes[row], q[row]
+                for name, entry in self.grids[min(block)].items():
+                    if refit and not (self.fmt.tensor_wide and entry.shape == (1, 1)):
+                        entry[row] = grid[name][row]
+
+    def descend(self) -> None:
+        for block in self.blocks:
+            for column in block:
+                self._descend_one(column, block, self.grids[min(block)], self.codes, self.q)
+
+    def loss(self, q: Tensor) -> Tensor:
+        return ((self.w - q) @ self.h * (self.w - q)).sum(1)
+
+    def grid(self) -> dict[str, Tensor]:
+        grids = [self.grids[first] for first in sorted(self.grids)]
+        whole = self.fmt.tensor_wide
+        return {
+            name: entry if whole and entry.shape == (1, 1) else torch.cat([grid[name] for grid in grids], 1)
+            for name, entry in grids[0].items()
+        }
+
+    def _round_next(self, moved: Tensor, step, block: list[int], grid: dict[str, Tensor], codes: Tensor, q: Tensor) -> None:
+        column, to_come, moves, _ = step
+        codes[:, column], q[:, column] = self.rounded(moved[:, column], column, block, grid)
+        moved[:, to_come] -= (moved[:, column] - q[:, column]).unsqueeze(1) * moves
+
+    def _descend_one(self, column: int, block: list[int], grid: dict[str, Tensor], codes: Tensor, q: Tensor) -> None:
+        gradient = ((self.w - q) * self.h[column]).sum(1)
+        trial_codes, values = self.rounded(q[:, column] + gradient / self.h[column, column], column, block, grid)
+        # what the change of one value does to the whole error: its square, less twice its share of the gradient
+        change = values - q[:, column]
+        better = change * change * self.h[column, column] - 2 * change * gradient < 0
+        codes[better, column], q[better, column] = trial_codes[better], values[better]

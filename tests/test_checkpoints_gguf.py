@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ggml
 import gguf
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 from test_gguf import MODELS, save_random, write
 
 from fewbits import checkpoints, model
+from fewbits.benchmarks import ggml
 from fewbits.errors import InputError
 
 

@@ -59,7 +59,9 @@ def test_formats_lists_all_on_stderr_and_json_on_stdout(run) -> None:
 
 def test_quantize_writes_a_verified_file_and_a_plan(run, tmp_path: Path) -> None:
     out = tmp_path / "q.gguf"
-    code, text, _ = run("quantize", embedded.MODEL, "-o", out, "--format", "Q4_K", "--override", "down_proj=q8_0", "--json")
+    code, text, _ = run(
+        "quantize", embedded.MODEL, "--method", "rtn", "-o", out, "--format", "Q4_K", "--override", "down_proj=q8_0", "--json"
+    )
     result = json.loads(text)
     assert code == 0 and out.is_file()
     assert result["verdict"]["runtime"] == "llama.cpp" and result["verdict"]["passed"]
@@ -71,14 +73,14 @@ def test_quantize_writes_a_verified_file_and_a_plan(run, tmp_path: Path) -> None
     edited = json.loads((tmp_path / "q.gguf.work" / "artifact" / "plan.json").read_text())
     edited["weights"]["model.embed_tokens"]["format"] = "q8_0"
     plan.write_text(json.dumps(edited))
-    code, text, _ = run("quantize", embedded.MODEL, "-o", tmp_path / "p.gguf", "--plan", plan, "--no-verify", "--json")
+    code, text, _ = run("quantize", embedded.MODEL, "--method", "rtn", "-o", tmp_path / "p.gguf", "--plan", plan, "--no-verify", "--json")
     assert code == 0
     assert json.loads(text)["plan"]["weights"]["model.embed_tokens"]["format"] == "q8_0"
 
 
 def test_thresholds_decide_the_exit_code(run, tmp_path: Path) -> None:
     out = tmp_path / "q.gguf"
-    assert run("quantize", embedded.MODEL, "-o", out, "--format", "q3_k", "--no-verify", "--quiet")[0] == 0
+    assert run("quantize", embedded.MODEL, "--method", "rtn", "-o", out, "--format", "q3_k", "--no-verify", "--quiet")[0] == 0
     words = ("verify", out, "--against", embedded.MODEL, "--tokens", 1022, "--no-floor", "--json")
     code, text, _ = run(*words, "--max-kl", 5, "--min-agreement", 0.01, "--max-ppl-ratio", 9)
     verdict = json.loads(text)
@@ -92,7 +94,10 @@ def test_thresholds_decide_the_exit_code(run, tmp_path: Path) -> None:
 
 
 def test_an_artifact_is_exported_to_every_target_that_accepts_it(run, tmp_path: Path) -> None:
-    assert run("quantize", embedded.MODEL, "-o", tmp_path / "a.gguf", "--format", "int4_g32", "--no-verify", "--quiet")[0] == 0
+    assert (
+        run("quantize", embedded.MODEL, "--method", "rtn", "-o", tmp_path / "a.gguf", "--format", "int4_g32", "--no-verify", "--quiet")[0]
+        == 0
+    )
     artifact = tmp_path / "a.gguf.work" / "artifact"
     code, _, _ = run("export", artifact, "--to", "onnx", "-o", tmp_path / "a.onnx", "--quiet")
     assert code == 0 and (tmp_path / "a.onnx").is_file()
@@ -102,13 +107,18 @@ def test_an_artifact_is_exported_to_every_target_that_accepts_it(run, tmp_path: 
     spread = max(v["kl_mean"] for v in verdicts) / min(v["kl_mean"] for v in verdicts)
     assert spread < 1.05  # the same weights in three runtimes; int8 activations move the KL by a few per cent
 
-    assert run("quantize", embedded.MODEL, "-o", tmp_path / "k.gguf", "--format", "q4_k", "--no-verify", "--quiet")[0] == 0
+    assert (
+        run("quantize", embedded.MODEL, "--method", "rtn", "-o", tmp_path / "k.gguf", "--format", "q4_k", "--no-verify", "--quiet")[0] == 0
+    )
     code, _, err = run("export", tmp_path / "k.gguf.work" / "artifact", "--to", "onnx", "-o", tmp_path / "k.onnx")
     assert code == 2 and "q4_k" in err and "hint:" in err and not (tmp_path / "k.onnx").exists()
 
 
 def test_inspect_looks_into_all_four_kinds(run, tmp_path: Path) -> None:
-    assert run("quantize", embedded.MODEL, "-o", tmp_path / "a.gguf", "--format", "int4_g32", "--no-verify", "--quiet")[0] == 0
+    assert (
+        run("quantize", embedded.MODEL, "--method", "rtn", "-o", tmp_path / "a.gguf", "--format", "int4_g32", "--no-verify", "--quiet")[0]
+        == 0
+    )
     artifact = tmp_path / "a.gguf.work" / "artifact"
     run("export", artifact, "--to", "onnx", "-o", tmp_path / "a.onnx", "--quiet")
     for path, kind in (
@@ -134,7 +144,7 @@ def test_compare_shows_granularity_ratios_and_the_custom_format_beside_q4_0(run)
 
 
 def test_what_fell_back_and_why_is_on_the_screen(run, tmp_path: Path, narrow_checkpoint: Path) -> None:
-    code, _, err = run("quantize", narrow_checkpoint, "-o", tmp_path / "n.gguf", "--format", "q4_k", "--no-verify")
+    code, _, err = run("quantize", narrow_checkpoint, "--method", "rtn", "-o", tmp_path / "n.gguf", "--format", "q4_k", "--no-verify")
     text = " ".join(err.split())
     assert code == 0
     assert "stored as q4_0: 64 columns do not divide into q4_k's blocks of 256" in text
@@ -149,7 +159,7 @@ class TestWrongInput:
         def check(model: object, *extra: object, code: int = 2) -> str:
             before = leftovers(tmp_path)
             words = extra or ("--format", "q4_k")
-            ended, out, err = run("quantize", model, "-o", tmp_path / "out.gguf", *words)
+            ended, out, err = run("quantize", model, "--method", "rtn", "-o", tmp_path / "out.gguf", *words)
             text = " ".join(err.split())
             assert ended == code and out == ""
             assert "error: " in text and "hint: " in text and "Traceback" not in text
@@ -188,7 +198,7 @@ class TestWrongInput:
         assert "--format" in fails(embedded.MODEL, "--method", "rtn")
 
     def test_unknown_target(self, fails) -> None:
-        assert "known targets: gguf, onnx" in fails(embedded.MODEL, "--format", "q4_k", "--to", "ggml")
+        assert "known targets: fewbits, gguf, onnx" in fails(embedded.MODEL, "--format", "q4_k", "--to", "ggml")
 
     def test_missing_folder(self, fails, tmp_path: Path) -> None:
         assert "nothing at" in fails(tmp_path / "modle")
@@ -247,7 +257,7 @@ class TestWrongInput:
         assert "`model.norm.weight` holds inf at position 3" in fails(checkpoint)
 
     def test_missing_data_file(self, fails, tmp_path: Path) -> None:
-        assert "cannot be read" in fails(embedded.MODEL, "--format", "q8_0", "--data", tmp_path / "none.txt")
+        assert "does not exist" in fails(embedded.MODEL, "--format", "q8_0", "--data", tmp_path / "none.txt")
 
     def test_full_disk(self, fails, monkeypatch: pytest.MonkeyPatch) -> None:
         import safetensors.torch
@@ -261,15 +271,15 @@ class TestWrongInput:
 
 def test_the_model_itself_is_never_overwritten(run, tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
-    assert run("quantize", embedded.MODEL, "-o", file, "--format", "q8_0", "--no-verify", "--quiet")[0] == 0
+    assert run("quantize", embedded.MODEL, "--method", "rtn", "-o", file, "--format", "q8_0", "--no-verify", "--quiet")[0] == 0
     before = file.read_bytes()
-    code, _, err = run("quantize", file, "-o", file, "--format", "q4_0", "--no-verify")
+    code, _, err = run("quantize", file, "--method", "rtn", "-o", file, "--format", "q4_0", "--no-verify")
     assert code == 2 and "is the model itself" in err and file.read_bytes() == before
 
 
 def test_wrong_files_for_verify_and_export_are_refused(run, tmp_path: Path) -> None:
     file, artifact = tmp_path / "a.gguf", tmp_path / "a.gguf.work" / "artifact"
-    assert run("quantize", embedded.MODEL, "-o", file, "--format", "q8_0", "--no-verify", "--quiet")[0] == 0
+    assert run("quantize", embedded.MODEL, "--method", "rtn", "-o", file, "--format", "q8_0", "--no-verify", "--quiet")[0] == 0
     for words, message in [
         (("verify", file, "--against", embedded.MODEL, "--runtime", "onnxruntime"), "does not run files like"),
         (("verify", file, "--against", embedded.MODEL, "--runtime", "torch"), "does not run files like"),
@@ -295,7 +305,7 @@ def test_a_file_of_another_model_is_refused_not_judged(run, tmp_path: Path) -> N
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(embedded.MODEL / name, other / name)
     for name in ("o.gguf", "o.onnx"):
-        assert run("quantize", other, "-o", tmp_path / name, "--format", "q8_0", "--no-verify", "--quiet")[0] == 0
+        assert run("quantize", other, "--method", "rtn", "-o", tmp_path / name, "--format", "q8_0", "--no-verify", "--quiet")[0] == 0
         code, _, err = run("verify", tmp_path / name, "--against", embedded.MODEL, "--no-floor", "--tokens", 511)
         assert code == 2 and "a vocabulary of 2050, the model one of 2048" in " ".join(err.split())
 
@@ -307,7 +317,19 @@ def test_json_has_no_number_that_is_not_one() -> None:
 
 
 def test_a_terminated_run_leaves_nothing_behind(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "fewbits.cli", "quantize", str(embedded.MODEL), "-o", str(tmp_path / "t.gguf"), "--format", "q2_k"]
+    words = [
+        sys.executable,
+        "-m",
+        "fewbits.cli",
+        "quantize",
+        str(embedded.MODEL),
+        "--method",
+        "rtn",
+        "-o",
+        str(tmp_path / "t.gguf"),
+        "--format",
+        "q2_k",
+    ]
     running = subprocess.Popen(words, stderr=subprocess.DEVNULL)
     while not list(tmp_path.rglob("*.partial")) and running.poll() is None:
         time.sleep(0.01)
@@ -323,7 +345,9 @@ def test_a_disk_that_really_fills_up_ends_with_code_3_and_nothing_left(run, tmp_
         pytest.skip("mounting a small disk needs root")
     try:
         for target, name in (("gguf", "q4_k"), ("onnx", "int4_g32")):  # the artifact fits, the file beside it does not
-            code, _, err = run("quantize", embedded.MODEL, "-o", disk / f"out.{target}", "--to", target, "--format", name, "--no-verify")
+            code, _, err = run(
+                "quantize", embedded.MODEL, "--method", "rtn", "-o", disk / f"out.{target}", "--to", target, "--format", name, "--no-verify"
+            )
             assert code == 3 and "the disk is full" in " ".join(err.split()) and "hint: " in err
             assert not list(disk.glob("out.*")) or all(p.is_dir() for p in disk.glob("out.*"))
             assert not [p for p in disk.rglob("*") if "partial" in p.name]

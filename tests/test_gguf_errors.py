@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import ggml
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,6 +22,7 @@ from test_gguf_formats import GGML_NAMES, GGUF, error_of, judged, student
 from torch import Tensor, nn
 
 from fewbits import embedded, formats, model, rounding
+from fewbits.benchmarks import ggml
 from fewbits.fitting import Groups
 from fewbits.formats import Format
 

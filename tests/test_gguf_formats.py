@@ -6,7 +6,6 @@ import ctypes
 import importlib.util
 import itertools
 
-import ggml
 import gguf
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fewbits import formats, kernels, rounding
+from fewbits.benchmarks import ggml
 from fewbits.formats import Format
 from fewbits.methods import rtn
 from fewbits.targets import gguf as target

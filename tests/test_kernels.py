@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import ggml
 import gguf
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fewbits import formats, kernels, rounding
+from fewbits.benchmarks import ggml
 from fewbits.errors import InputError
 from fewbits.formats import Format, Shape
 from fewbits.kernels import Kernel, reference

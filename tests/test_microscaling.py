@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 
-import ggml
 import gguf
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fewbits import formats, kernels, rounding
+from fewbits.benchmarks import ggml
 from fewbits.formats.microscaling import E2M1, E8M0, UE4M3, Microscaling
 from fewbits.methods import rtn
 

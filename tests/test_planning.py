@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from fewbits import formats, planning, targets
+from fewbits.activations import Activation
 from fewbits.errors import InputError
 from fewbits.model import Weight
 
@@ -82,6 +84,75 @@ def test_a_plan_edited_by_hand_is_priced_anew() -> None:
     made = planning.read(json.dumps(text), WEIGHTS)
     assert made["model.layers.0.mlp.down_proj"].nbytes == 256 * 768 // 32 * 34
     assert made.nbytes > plan("q4_k").nbytes
+
+
+def rounded_plan() -> planning.Plan:
+    overrides = ["q_proj=keep"]
+    return planning.uniform(
+        WEIGHTS, targets.get("fewbits"), formats.get("int8_channel"), overrides, activation=Activation("int8"), kv="INT4"
+    )
+
+
+def test_activations_are_for_every_quantized_matmul_but_the_output() -> None:
+    made = rounded_plan()
+    assert made.kv == "int4"
+    assert set(made.activations) == {w.name for w in WEIGHTS} - {"model.embed_tokens", "model.layers.0.self_attn.q_proj"}
+    untied = [Weight("lm_head", (512, 256), "output", "fp16"), WEIGHTS[2]]
+    made = planning.uniform(untied, targets.get("fewbits"), formats.get("int8_channel"), activation=Activation("int8"))
+    assert set(made.activations) == {WEIGHTS[2].name}
+
+
+def test_activations_and_cache_survive_json() -> None:
+    made = rounded_plan()
+    static = Activation("int8", static=True, range="mse").calibrated(-1.0, 3.0)
+    made = planning.with_activations(made, {WEIGHTS[2].name: static})
+    assert made[WEIGHTS[2].name].activation == static and made[WEIGHTS[3].name].activation == Activation("int8")
+    assert planning.read(made.to_json(), WEIGHTS) == made
+
+
+def test_a_plan_without_them_is_written_as_before() -> None:
+    content = json.loads(plan("q8_0").to_json())
+    assert "kv" not in content and all("activation" not in row for row in content["weights"].values())
+    back = planning.read(json.dumps(content), WEIGHTS)
+    assert back.kv is None and back.activations == {}
+
+
+@pytest.mark.parametrize("target", ["gguf", "onnx"])
+def test_a_target_that_cannot_say_so_refuses_activations_and_cache(target: str) -> None:
+    with pytest.raises(InputError, match="does not round the input of") as refused:
+        planning.uniform(WEIGHTS[1:3], targets.get(target), formats.get("int8_channel"), activation=Activation("int8"))
+    assert "--to fewbits" in refused.value.hint
+    with pytest.raises(InputError, match="cannot say that the KV cache is int8"):
+        planning.uniform(WEIGHTS[1:3], targets.get(target), formats.get("int8_channel"), kv="int8")
+    with pytest.raises(InputError, match="does not round the input of"):
+        planning.checked(replace(rounded_plan(), kv=None), WEIGHTS, targets.get(target))
+
+
+def edited_rounded(change) -> str:
+    text = json.loads(rounded_plan().to_json())
+    change(text)
+    return json.dumps(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (edited_rounded(lambda t: t.update(kv="int5")), "no KV cache format is named `int5`"),
+        (edited_rounded(lambda t: t["weights"]["model.layers.0.mlp.odd"].update(activation="int8")), "no activation"),
+        (edited_rounded(lambda t: t["weights"]["model.layers.0.mlp.odd"].update(activation={"format": "int9"})), "int9"),
+        (edited_rounded(lambda t: t["weights"]["model.layers.0.mlp.odd"]["activation"].update(scale=1.0)), "dynamic"),
+    ],
+)
+def test_a_plan_with_a_wrong_activation_or_cache_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        planning.read(text, WEIGHTS)
+
+
+def test_an_embedding_that_nothing_multiplies_has_no_activation() -> None:
+    alone = Weight("wte", (512, 256), "embedding", "fp16")
+    made = planning.uniform([alone], targets.get("fewbits"), formats.get("int8_channel"))
+    with pytest.raises(InputError, match="looked up, not multiplied"):
+        planning.read(planning.with_activations(made, {"wte": Activation("int8")}).to_json(), [alone])
 
 
 def edited(change) -> str:

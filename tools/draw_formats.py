@@ -198,7 +198,7 @@ def page() -> str:
     weight = Weight("any", (4096, 4096), "mlp", "fp16")
     out = [INTRODUCTION]
     for fmt in formats.all().values():
-        carriers = [name for name, target in targets.all().items() if target.accepts(weight, fmt) is None]
+        carriers = [name for name, target in targets.all().items() if target.runtime != "torch" and target.accepts(weight, fmt) is None]
         where = ", ".join(carriers) or "fewbits artifacts only"
         out.append(f"## {fmt.name}\n")
         head = f"{fmt.about}. {fmt.bits_per_weight(weight.shape):.4g} bits per weight. Carried by: {where}."

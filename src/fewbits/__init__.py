@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fewbits import formats
+    from fewbits.calibration import calibrate
     from fewbits.comparison import compare
     from fewbits.demonstration import demo
     from fewbits.inspection import inspect
     from fewbits.pipeline import export, quantize, verify
 
 _HOME = {
+    "calibrate": "calibration",
     "compare": "comparison",
     "demo": "demonstration",
     "export": "pipeline",
@@ -24,7 +26,7 @@ _HOME = {
     "verify": "pipeline",
 }
 
-__all__ = ["compare", "demo", "export", "formats", "inspect", "quantize", "verify"]
+__all__ = ["calibrate", "compare", "demo", "export", "formats", "inspect", "quantize", "verify"]
 
 
 def __dir__() -> list[str]:

@@ -8,13 +8,12 @@ config.json, tokenizer...  as the source had them
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import formats, planning
+from fewbits import formats, outcomes, planning
 from fewbits.checkpoints.folder import read_json, read_text
 from fewbits.errors import InputError
 from fewbits.files import Staged
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from fewbits.formats import Parts
     from fewbits.model import Model
+    from fewbits.outcomes import Known, Stream
     from fewbits.planning import Plan
     from fewbits.progress import Progress
 
@@ -52,6 +52,7 @@ class Artifact:
             self.weights = tuple(Weight(**{**row, "shape": (row["shape"][0], row["shape"][1])}) for row in about["weights"])
             self.rest: tuple[str, ...] = tuple(about["rest"])
             self._file_of: dict[str, str] = dict(about["files"])
+            self.outcomes: dict[str, dict[str, Any]] = dict(about.get("outcomes", {}))  # how each weight's codes were chosen
             self.provenance = Provenance(**about["provenance"])
         except (KeyError, TypeError, ValueError, IndexError) as failure:
             raise InputError(f"`{path / 'fewbits.json'}` is damaged: {failure!r}", _HINT) from failure
@@ -112,10 +113,13 @@ class Artifact:
         return tensor
 
 
-def write(model: Model, plan: Plan, path: Path, quantized: Iterator[tuple[Weight, Parts]], version: str) -> Artifact:
+def write(model: Model, plan: Plan, path: Path, quantized: Stream) -> Artifact:
     """Parts as they come, a shard at a time: never the whole model in memory. All or nothing: renamed when complete."""
+    from importlib.metadata import version
+
     from safetensors.torch import save_file
 
+    how: dict[str, dict[str, object]] = {}
     with Staged(path, marker="fewbits.json") as folder:
         folder.mkdir()
         model.checkpoint.save_assets(folder)
@@ -134,34 +138,27 @@ def write(model: Model, plan: Plan, path: Path, quantized: Iterator[tuple[Weight
             if sum(tensor.nbytes for tensor in held.values()) >= _SHARD_BYTES:
                 flush()
 
-        for weight, parts in quantized:
-            hold({f"{weight.name}.{part}": tensor for part, tensor in parts.items()})
+        for weight, outcome in quantized:
+            hold({f"{weight.name}.{part}": tensor for part, tensor in outcome.parts.items()})
+            how[weight.name] = {key: value for key, value in vars(outcome).items() if key != "parts" and value}
         for name in model.rest:
             hold({name: model.tensor(name)})
         if held:
             flush()
-        provenance = Provenance(model.path.name, model.fingerprint, version)
+        provenance = Provenance(model.path.name, model.fingerprint, version("fewbits"))
         about = {
             "schema": SCHEMA,
             "provenance": provenance.__dict__,
             "weights": [weight.__dict__ for weight in model.weights],
             "rest": list(model.rest),
             "files": file_of,
+            "outcomes": how,
         }
         (folder / "plan.json").write_text(plan.to_json())
         (folder / "fewbits.json").write_text(json.dumps(about, indent=1))
     return Artifact(path)
 
 
-def quantize(model: Model, plan: Plan, path: Path, progress: Progress[Weight]) -> Artifact:
+def quantize(model: Model, plan: Plan, path: Path, progress: Progress[Weight], statistics: Known | None = None) -> Artifact:
     """Every weight by its plan, streamed into an artifact folder."""
-    from importlib.metadata import version
-
-    from fewbits import methods
-
-    def each() -> Iterator[tuple[Weight, Parts]]:
-        for weight in progress(model.weights, len(model.weights), "quantizing"):
-            entry = plan[weight.name]
-            yield weight, methods.get(entry.method)(model.load(weight), formats.get(entry.format))
-
-    return write(model, plan, path, each(), version("fewbits"))
+    return write(model, plan, path, outcomes.independent(model, plan, statistics, progress))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from fewbits.errors import FewbitsError
+from fewbits.errors import FewbitsError, InputError
 from fewbits.files import to_json
 
 if TYPE_CHECKING:
@@ -22,6 +24,13 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout,
 Quiet = Annotated[bool, typer.Option("--quiet", help="No tables and no progress.")]
 ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a hub id.")]
 Data = Annotated[list[Path] | None, typer.Option("--data", help="Held-out text (UTF-8). Default: the embedded text.")]
+Calibration = Annotated[
+    list[str] | None, typer.Option("--data", help="Text to calibrate with: text, JSONL, Parquet, a folder, or - (stdin).")
+]
+HeldOut = Annotated[list[Path] | None, typer.Option("--held-out", help="Text to judge on. Default: a part of --data that is set aside.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples to calibrate with, at most.")]
+Memory = Annotated[str, typer.Option("--memory", help="For hidden states while calibrating; what is beyond goes to disk.")]
+Seed = Annotated[int, typer.Option("--seed", help="Which samples are drawn.")]
 MaxKl = Annotated[float | None, typer.Option("--max-kl", help="Fail above this mean KL divergence.")]
 MinAgreement = Annotated[float | None, typer.Option("--min-agreement", help="Fail below this share of equal top tokens.")]
 MaxPplRatio = Annotated[float | None, typer.Option("--max-ppl-ratio", help="Fail above this perplexity ratio.")]
@@ -63,8 +72,21 @@ def quantize(
     format: Annotated[str | None, typer.Option("--format", help="One format for all weights.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="A plan.json, as written or edited by hand.")] = None,
     override: Annotated[list[str] | None, typer.Option("--override", help="REGEX=FORMAT (or keep) for the weights it matches.")] = None,
-    method: Annotated[str, typer.Option("--method", help="How codes are chosen.")] = "rtn",
-    data: Data = None,
+    method: Annotated[str, typer.Option("--method", help="How codes are chosen: auto (what measures best), gptq or rtn.")] = "auto",
+    data: Calibration = None,
+    held_out: HeldOut = None,
+    stats: Annotated[Path | None, typer.Option("--stats", help="Statistics that `fewbits calibrate` wrote, instead of new ones.")] = None,
+    samples: Samples = 512,
+    seed: Seed = 0,
+    rewrite: Annotated[
+        str, typer.Option("--rewrite", help="Rescale channels first, leaving the function as it is: none, auto, awq or smoothquant.")
+    ] = "none",
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Take each block's statistics after the blocks before it were quantized.")
+    ] = False,
+    activations: Annotated[str, typer.Option("--activations", help="none, int8, fp8, and :static after either.")] = "none",
+    kv: Annotated[str | None, typer.Option("--kv", help="Format of the KV cache: int8, int4, fp8.")] = None,
+    memory: Memory = "1GB",
     max_kl: MaxKl = None,
     min_agreement: MinAgreement = None,
     max_ppl_ratio: MaxPplRatio = None,
@@ -77,12 +99,16 @@ def quantize(
 ) -> None:
     """A checkpoint to a quantized file, verified in the runtime that it is meant for."""
     from fewbits.pipeline import quantize as run
+    from fewbits.pipeline import size_of
     from fewbits.reporting import terminal
 
-    if not data and not no_verify and not (as_json or quiet):
-        _warn_about_default_text(model)
+    if not data and not (as_json or quiet):
+        _warn_about_default_text(model, "calibrated and judged" if method != "rtn" else "judged")
     result = run(
-        model, out, to=to, format=format, plan=plan, override=override or (), method=method, data=data or (), max_kl=max_kl,
+        model, out, to=to, format=format, plan=plan, override=override or (), method=method, data=data or (), held_out=held_out or (),
+        stats=stats, samples=samples, seed=seed,
+        rewrite=rewrite, sequential=sequential, activations=activations, kv=kv, memory=_bytes(memory),
+        max_kl=max_kl,
         min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, length=length, tokens=tokens,
         no_verify=no_verify, offline=offline,
         progress=_progress(as_json, quiet),
@@ -91,12 +117,49 @@ def quantize(
         _show(result.to_dict())
     elif not quiet:
         terminal.plan_summary(result.plan)
+        terminal.outcomes(result.outcomes)
+        if result.coverage:
+            terminal.warnings(result.coverage.warnings)
         if result.verdict:
             terminal.verdict(result.verdict)
-        terminal.console.print(
-            f"wrote {result.path} ({terminal.size(result.path.stat().st_size)}); artifact and plan.json in {result.artifact}/"
-        )
+        terminal.console.print(f"wrote {result.path} ({terminal.size(size_of(result.path))}); artifact and plan.json in {result.artifact}/")
     raise typer.Exit(0 if result.verdict is None or result.verdict.passed else 1)
+
+
+@app.command()
+def calibrate(
+    model: ModelArg,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="STATS", help="Folder for the statistics.")],
+    data: Calibration = None,
+    samples: Samples = 512,
+    length: Annotated[str | None, typer.Option("--length", help="Tokens in a sample, or `data`: as long as each document.")] = None,
+    seed: Seed = 0,
+    held_out: Annotated[list[Path] | None, typer.Option("--held-out", help="The text that results will be judged on.")] = None,
+    no_hessians: Annotated[bool, typer.Option("--no-hessians", help="No second moments between columns: gptq needs them.")] = False,
+    no_gradients: Annotated[
+        bool, typer.Option("--no-gradients", help="No backward pass: nothing is known of what moves the loss.")
+    ] = False,
+    memory: Memory = "1GB",
+    imatrix: Annotated[Path | None, typer.Option("--imatrix", help="Also write llama.cpp's importance matrix here.")] = None,
+    offline: Offline = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Statistics of a model's inputs and gradients on a text, and how well that text represents use."""
+    from fewbits.calibration import calibrate as run
+    from fewbits.reporting import terminal
+
+    if not data and not (as_json or quiet):
+        _warn_about_default_text(model, "calibrated")
+    result = run(
+        model, out, data=data or (), samples=samples, length=_length(length), seed=seed, held_out=held_out or (),
+        hessians=not no_hessians, gradients=not no_gradients, memory=_bytes(memory), imatrix=imatrix, offline=offline,
+        progress=_progress(as_json, quiet),
+    )  # fmt: skip
+    if as_json:
+        _show(result.to_dict())
+    elif not quiet:
+        terminal.calibration(result)
 
 
 @app.command()
@@ -111,7 +174,8 @@ def formats(as_json: Json = False) -> None:
     weight = Weight("any", shape, "mlp", "fp16")
     rows = []
     for fmt in known.all().values():
-        carriers = [name for name, target in targets.all().items() if target.accepts(weight, fmt) is None]
+        files = (target for target in targets.all().values() if target.runtime != "torch")  # our own artifact carries them all
+        carriers = [target.name for target in files if target.accepts(weight, fmt) is None]
         rows.append((fmt, fmt.bits_per_weight(shape), carriers, kernels.bind(fmt, shape).backend))
     if as_json:
         keys = ("name", "about", "run", "block")
@@ -146,18 +210,42 @@ def compare(
     weight: Annotated[str | None, typer.Option("--weight", help="Only weights whose name matches this regular expression.")] = None,
     formats: Annotated[str | None, typer.Option("--formats", help="These formats, with commas, or all. Default: the usual dozen.")] = None,
     bits: Annotated[int, typer.Option("--bits", min=2, max=8, help="Width for the comparison of granularities.")] = 4,
+    ranges: Annotated[bool, typer.Option("--ranges", help="Compare estimators of activation ranges instead; needs --stats.")] = False,
+    stats: Annotated[Path | None, typer.Option("--stats", help="Statistics that `fewbits calibrate` wrote.")] = None,
+    levels: Annotated[str, typer.Option("--levels", help="For --ranges: int8, int8_asymmetric, fp8_e4m3 or fp8_e5m2.")] = "int8",
+    kv: Annotated[bool, typer.Option("--kv", help="Compare KV cache formats at several context lengths instead.")] = False,
+    lengths: Annotated[str, typer.Option("--lengths", help="For --kv: context lengths, with commas.")] = "128,512",
+    data: Data = None,
+    tokens: Tokens = 4096,
     offline: Offline = False,
     as_json: Json = False,
 ) -> None:
-    """Reconstruction error by granularity and format, and decode speed."""
-    from fewbits.comparison import compare as run
+    """Reconstruction error by granularity and format, and decode speed; or activation ranges; or KV caches."""
     from fewbits.reporting import terminal
 
-    result = run(model, weight, formats.split(",") if formats else None, bits, offline, _progress(as_json, False))
-    if as_json:
-        _show(result.to_dict())
+    progress = _progress(as_json, False)
+    shown: Any
+    show: Callable[[Any], None]
+    if ranges:
+        from fewbits.range_comparison import compare_ranges
+
+        if stats is None:
+            raise InputError("`--ranges` needs statistics", "make them with `fewbits calibrate MODEL -o STATS`, then add `--stats STATS`")
+        shown, show = compare_ranges(stats, levels, progress), terminal.range_comparison
+    elif kv:
+        from fewbits.kv_comparison import compare_kv
+
+        shown = compare_kv(model, formats.split(",") if formats else None, _lengths(lengths), data or (), tokens, offline, progress)
+        show = terminal.kv_comparison
     else:
-        terminal.comparison(result)
+        from fewbits.comparison import compare as run
+
+        shown = run(model, weight, formats.split(",") if formats else None, bits, offline, progress)
+        show = terminal.comparison
+    if as_json:
+        _show(shown.to_dict())
+    else:
+        show(shown)
 
 
 @app.command()
@@ -181,7 +269,7 @@ def verify(
     from fewbits.reporting import terminal
 
     if not data and not (as_json or quiet):
-        _warn_about_default_text(against)
+        _warn_about_default_text(against, "judged")
     verdict = run(
         path, against, data=data or (), runtime=runtime, max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
         length=length, tokens=tokens, floor=not no_floor, offline=offline, progress=_progress(as_json, quiet),
@@ -203,13 +291,65 @@ def export(
 ) -> None:
     """One artifact, any target that accepts its formats."""
     from fewbits.pipeline import export as run
+    from fewbits.pipeline import size_of
     from fewbits.reporting import terminal
 
     path = run(artifact, out, to=to, progress=_progress(as_json, quiet))
     if as_json:
-        _show({"file": str(path), "bytes": path.stat().st_size})
+        _show({"file": str(path), "bytes": size_of(path)})
     elif not quiet:
-        terminal.console.print(f"wrote {path} ({terminal.size(path.stat().st_size)})")
+        terminal.console.print(f"wrote {path} ({terminal.size(size_of(path))})")
+
+
+bench = typer.Typer(no_args_is_help=True, help="Measurements against peers and limits, as ratios in one run.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def quality(
+    model: ModelArg,
+    data: Calibration = None,
+    held_out: HeldOut = None,
+    stats: Annotated[Path | None, typer.Option("--stats", help="Statistics that `fewbits calibrate` wrote, instead of new ones.")] = None,
+    formats: Annotated[str, typer.Option("--formats", help="GGUF formats, with commas.")] = "q4_0,q4_1,q5_0,iq4_nl",
+    samples: Samples = 64,
+    tokens: Tokens = 40960,
+    method: Annotated[str, typer.Option("--method", help="Ours: auto, gptq or rtn.")] = "auto",
+    whole: Annotated[bool, typer.Option("--whole", help="Quantize the embedding too, instead of keeping it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Same bytes, in llama.cpp: KL of its own quantizer with an importance matrix, ours, and ours with the plain Hessian."""
+    from fewbits.benchmarks.quality import quality as run
+    from fewbits.reporting import terminal
+
+    result = run(
+        model, data=data or (), held_out=held_out or (), stats=stats, names=formats.split(","), samples=samples, tokens=tokens,
+        method=method, keep=() if whole else ("embed|wte=keep",), progress=_progress(as_json, False),
+    )  # fmt: skip
+    if as_json:
+        _show(result.to_dict())
+    else:
+        terminal.quality(result)
+
+
+@bench.command()
+def cost(
+    model: ModelArg,
+    data: Calibration = None,
+    samples: Samples = 64,
+    format: Annotated[str, typer.Option("--format", help="For the last step.")] = "q4_0",
+    method: Annotated[str, typer.Option("--method", help="For the last step.")] = "gptq",
+    as_json: Json = False,
+) -> None:
+    """Time of statistics and of quantizing, in forward passes over the same text, and peak memory."""
+    from fewbits.benchmarks.cost import cost as run
+    from fewbits.reporting import terminal
+
+    result = run(model, data=data or (), samples=samples, format=format, method=method, progress=_progress(as_json, False))
+    if as_json:
+        _show(result.to_dict())
+    else:
+        terminal.cost(result)
 
 
 def main() -> NoReturn:
@@ -248,16 +388,37 @@ def _progress(as_json: bool, quiet: bool) -> Progress[Any]:
     return progress.silent if as_json or quiet or not sys.stderr.isatty() else progress.on_terminal
 
 
+def _length(text: str | None) -> int | Literal["data"] | None:
+    if text is None or text == "data":
+        return "data" if text else None
+    if not text.isdigit() or int(text) < 2:
+        raise InputError(f"`--length {text}` is not a length", "a number of tokens from 2 up, or `data`")
+    return int(text)
+
+
+def _lengths(text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise InputError(f"`--lengths {text}` is not a list of lengths", "for example 128,512")
+    return [int(number) for number in text.split(",")]
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise InputError(f"`--memory {text}` is not a size", "for example 500MB or 2GB")
+    return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
+
+
 def _show(value: object) -> None:
     typer.echo(to_json(value))
 
 
-def _warn_about_default_text(model: str) -> None:
+def _warn_about_default_text(model: str, what: str) -> None:
     from fewbits import embedded
     from fewbits.reporting import terminal
 
     if Path(model).resolve() != embedded.MODEL.resolve():
-        terminal.note("no `--data` given: judged on Python documentation, which may be unlike what this model is used for")
+        terminal.note(f"no `--data` given: {what} on Python documentation, which may be unlike what this model is used for")
 
 
 def _quiet_libraries() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fewbits import artifact as artifacts
-from fewbits import embedded, formats, model, pipeline, planning, runtimes, targets, verification
+from fewbits import embedded, formats, model, pipeline, planning, preparation, runtimes, targets, verification
 from fewbits.artifact import Artifact
 from fewbits.crosscheck import CrossCheck, crosscheck
 from fewbits.errors import InputError, MissingError
@@ -67,7 +67,7 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
     folder = Path(out)
     source = model.open(_source(name, progress))
     tokens = tokens or (pipeline.TOKENS if name == "embedded" else 4096)
-    windows = pipeline.held_out_windows(source, (), None, tokens)
+    windows = preparation.held_out_windows(source, (), None, tokens)
     length = len(windows[0])
 
     skipped = tuple(

@@ -21,6 +21,8 @@ from fewbits.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fewbits.rewrites.rescaling import Rewrite
+
 _KINDS = (
     (r"(q|k|v|o|qkv|out)_proj|c_attn|attn\.c_proj|attention|attn", "attention"),
     (r"gate_proj|up_proj|down_proj|gate_up_proj|mlp|c_fc|fc\d|intermediate|dense", "mlp"),
@@ -68,6 +70,12 @@ class Model:
         """The float32 transformers module: the reference that everything is judged against."""
         matrices = ((weight, self.load(weight)) for weight in self.weights)
         return filled_module(self.config, matrices, ((name, self.tensor(name)) for name in self.rest))
+
+    def rewritten(self, rewrite: Rewrite) -> Model:
+        """The same function in other numbers: channels are rescaled as they are loaded."""
+        from fewbits.rewrites.rescaling import RewrittenModel
+
+        return RewrittenModel(self, rewrite)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fewbits import activations as activation_rules
 from fewbits import artifact as artifacts
-from fewbits import embedded, formats, methods, planning, runtimes, targets, texts, verification
+from fewbits import calibration, formats, methods, outcomes, planning, preparation, runtimes, targets, texts, verification
 from fewbits import model as models
 from fewbits.artifact import Artifact
+from fewbits.calibration import Paths
+from fewbits.calibration.coverage import Coverage
 from fewbits.checkpoints.folder import read_text
 from fewbits.errors import InputError
 from fewbits.files import Staged, to_json
 from fewbits.inspection import tensor_bytes
+from fewbits.preparation import Prepared, Text
 from fewbits.progress import silent
 from fewbits.verification import Thresholds, Verdict
 
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
     from fewbits.runtimes import Runtime
     from fewbits.targets import Target
 
-Paths = str | Path | Sequence[str | Path]
 TOKENS = 16384  # predicted in a verification by default: the interval of the mean KL is then about 3 % wide
 
 
@@ -38,6 +41,9 @@ class Quantized:
     artifact: Path
     plan: Plan
     verdict: Verdict | None
+    coverage: Coverage | None = None  # how well the calibration text represents use; None: nothing was calibrated
+    outcomes: Mapping[str, Any] = field(default_factory=dict)  # by weight: the method used, and the damage on held-out samples
+    rewrites: Sequence[Mapping[str, Any]] = ()  # by place: how channels were rescaled, and what it did on held-out samples
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -45,6 +51,9 @@ class Quantized:
             "artifact": str(self.artifact),
             "plan": json.loads(self.plan.to_json()),
             "verdict": self.verdict.to_dict() if self.verdict else None,
+            "coverage": self.coverage.to_dict() if self.coverage else None,
+            "outcomes": dict(self.outcomes),
+            "rewrites": list(self.rewrites),
         }
 
 
@@ -56,8 +65,17 @@ def quantize(
     format: str | None = None,
     plan: str | Path | None = None,
     override: str | Sequence[str] = (),
-    method: str = "rtn",
+    method: str = "auto",
     data: Paths = (),
+    held_out: Paths = (),
+    stats: str | Path | None = None,
+    samples: int = calibration.SAMPLES,
+    seed: int = 0,
+    rewrite: str = "none",
+    sequential: bool = False,
+    activations: str = "none",
+    kv: str | None = None,
+    memory: int = calibration.MEMORY,
     max_kl: float | None = None,
     min_agreement: float | None = None,
     max_ppl_ratio: float | None = None,
@@ -69,7 +87,8 @@ def quantize(
 ) -> Quantized:
     """A checkpoint to a file, by one format for all with overrides or by a plan.json, verified in its runtime.
 
-    What can be refused is refused before any work. `to` follows from the name of `out` where it is not given.
+    What can be refused is refused before any work. `to` follows from the name of `out` where it is not given. `data` is text to
+    calibrate with; what is judged on is `held_out`, or a part of `data` that calibration does not see, or the embedded text.
     """
     target, limits = target_for(Path(out), to), Thresholds(max_kl, min_agreement, max_ppl_ratio)
     path = output_path(Path(out), target)
@@ -78,25 +97,46 @@ def quantize(
     source = models.open(model, offline)
     if path.exists() and path.samefile(source.path):
         raise InputError(f"`{path}` is the model itself", "choose another `-o`")
-    made = make_plan(source, target, format, plan, [override] if isinstance(override, str) else override, method)
+    made = make_plan(source, target, format, plan, [override] if isinstance(override, str) else override, method, activations, kv)
+    calibrates = stats is None and preparation.needs_calibration(made, rewrite)
+    text = preparation.split(source, data, held_out, samples if calibrates else 0, length, seed, tokens)
     if not no_verify:
         runtimes.needed(runtimes.get(target.runtime))
-        held_out_windows(source, data, length, tokens)
     work = path.with_name(f"{path.name}.work")
-    with Staged(path) as staged:
-        artifact = artifacts.quantize(source, made, work / "artifact", progress)
+    with Staged(path, target.marker) as staged:
+        ready = preparation.prepare(source, made, text, stats=stats, rewrite=rewrite, memory=memory, work=work, progress=progress)
+        stream = _stream(ready, text, sequential, memory, progress)
+        artifact = artifacts.write(ready.model, ready.plan, work / "artifact", stream)
         target.write(artifact, staged, progress)
-    verdict = None if no_verify else verify(path, source, data=data, length=length, tokens=tokens, progress=progress, **vars(limits))
-    result = Quantized(path, work / "artifact", made, verdict)
+    verdict = None if no_verify else _verify(path, source, text.windows, runtimes.get(target.runtime), limits, True, progress)
+    result = Quantized(path, work / "artifact", ready.plan, verdict, ready.coverage, artifact.outcomes, ready.rewrites)
     with Staged(work / "results.json") as staged:
         staged.write_text(to_json(result.to_dict()))
     return result
 
 
-def make_plan(source: Model, target: Target, format: str | None, plan: str | Path | None, override: Sequence[str], method: str) -> Plan:
+def _stream(ready: Prepared, text: Text, sequential: bool, memory: int, progress: Progress[Any]) -> outcomes.Stream:
+    if not sequential:
+        return outcomes.independent(ready.model, ready.plan, ready.statistics, progress)
+    if ready.statistics is None or text.samples is None:
+        raise InputError("sequential quantization runs text through the model", "use `--method auto` or gptq, and leave `--stats` out")
+    return outcomes.sequential(ready.model, ready.plan, ready.statistics, text.samples.ids, memory, progress)
+
+
+def make_plan(
+    source: Model,
+    target: Target,
+    format: str | None,
+    plan: str | Path | None,
+    override: Sequence[str],
+    method: str,
+    activations: str = "none",
+    kv: str | None = None,
+) -> Plan:
     _check_target(target, source.path, source.config, source.tokenizer)
     if format is not None:
-        made = planning.uniform(source.weights, target, formats.get(format), override, method)
+        activation = activation_rules.parse(activations)
+        made = planning.uniform(source.weights, target, formats.get(format), override, method.lower(), activation, kv)
     elif override:
         raise InputError("`--override` goes with `--format`", "edit plan.json instead")
     else:
@@ -114,11 +154,12 @@ def export(artifact: Artifact | str | Path, out: str | Path, *, to: str | None =
         artifact = Artifact(Path(artifact))
     path = output_path(Path(out), target)
     _check_target(target, artifact.path, artifact.config, artifact.tokenizer)
+    planning.checked(artifact.plan, artifact.weights, target)
     for weight in artifact.weights:
         fmt = formats.get(artifact.plan[weight.name].format)
         if why_not := planning.refuses(weight, target, fmt):
             raise InputError(f"{target.name} cannot hold `{weight.name}` in {fmt.name}: {why_not}", f"quantize with `--to {target.name}`")
-    with Staged(path) as staged:
+    with Staged(path, target.marker) as staged:
         target.write(artifact, staged, progress)
     return path
 
@@ -139,8 +180,6 @@ def verify(
     progress: Progress[Any] = silent,
 ) -> Verdict:
     """Runs the file itself in the runtime it is meant for, beside the float model in torch."""
-    from fewbits.runtimes import torch as torch_runtime
-
     path, thresholds = Path(path), Thresholds(max_kl, min_agreement, max_ppl_ratio)
     if not path.exists():
         raise InputError(f"there is nothing at `{path}`", "give a .gguf, an .onnx or a fewbits artifact folder")
@@ -150,9 +189,15 @@ def verify(
             f"{judge.name} does not run files like `{path.name}`", f"leave `--runtime` out: {runtimes.for_file(path).name} does"
         )
     source = against if isinstance(against, models.Model) else models.open(against, offline)
-    windows = held_out_windows(source, data, length, tokens)
-    length = len(windows[0])
+    return _verify(path, source, preparation.held_out_windows(source, data, length, tokens), judge, thresholds, floor, progress)
 
+
+def _verify(
+    path: Path, source: Model, windows: list[texts.Window], judge: Runtime, thresholds: Thresholds, floor: bool, progress: Progress[Any]
+) -> Verdict:
+    from fewbits.runtimes import torch as torch_runtime
+
+    length = max(map(len, windows))
     with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
         sessions = {"file": opened.enter_context(closing(judge.open(path, length)))}
         if floor and (target := _target_of(judge)):
@@ -163,17 +208,12 @@ def verify(
     return verification.judge(
         measured["file"],
         thresholds,
-        nbytes=path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.iterdir()),
+        nbytes=size_of(path),
         bits_per_weight=bits_per_weight(path, source),
         runtime=judge.name,
         runtime_version=judge.version(),
         kl_floor=kl_floor,
     )
-
-
-def held_out_windows(source: Model, data: Paths, length: int | None, tokens: int) -> list[texts.Window]:
-    text = texts.read([data] if isinstance(data, str | Path) else data) if data else embedded.verification_text()
-    return texts.windows(text, source.tokenizer, texts.window_length(source.config, length), tokens)
 
 
 def float_file(source: Model, target: Target, folder: Path, progress: Progress[Any]) -> Path:
@@ -186,6 +226,10 @@ def bits_per_weight(path: Path, source: Model) -> float:
     """Of the matrices, as a plan counts them: what lies beside them (norms, biases: float32 in every target) is left out."""
     rest = sum((4 if path.is_file() else tensor.element_size()) * tensor.numel() for tensor in map(source.tensor, source.rest))
     return 8 * (tensor_bytes(path) - rest) / sum(rows * cols for rows, cols in (w.shape for w in source.weights))
+
+
+def size_of(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.iterdir())
 
 
 def target_for(out: Path, to: str | None) -> Target:

@@ -158,10 +158,25 @@ def judge(
 
 def bootstrap_ci95(values: Floats, block: int = _BLOCK, seed: int = 0) -> tuple[float, float]:
     """95 % interval of the mean, resampling blocks of neighbours (a remainder joins as a shorter block)."""
-    block = min(block, max(1, len(values) // 16))  # few values: smaller blocks, as one block alone would have no spread
-    edges = np.arange(0, len(values), block)
-    sums, sizes = np.add.reduceat(values, edges), np.diff(np.append(edges, len(values)))
+    sums, sizes = _resampled([values, np.ones(len(values))], block, seed)
+    return _middle95(sums / sizes)
+
+
+def bootstrap_ratio_ci95(values: Floats, others: Floats, block: int = _BLOCK, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of mean(values) / mean(others), measured at the same positions: both are resampled together."""
+    top, bottom = _resampled([values, others], block, seed)
+    return _middle95(top / bottom)
+
+
+def _resampled(series: Sequence[Floats], block: int, seed: int) -> list[Floats]:
+    """Sums over blocks drawn with replacement, the same draws for every series."""
+    count = len(series[0])
+    block = min(block, max(1, count // 16))  # few values: smaller blocks, as one block alone would have no spread
+    edges = np.arange(0, count, block)
     picks = np.random.default_rng(seed).integers(0, len(edges), (_RESAMPLES, len(edges)))
-    means = sums[picks].sum(1) / sizes[picks].sum(1)
+    return [np.add.reduceat(values, edges)[picks].sum(1) for values in series]
+
+
+def _middle95(means: Floats) -> tuple[float, float]:
     low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)

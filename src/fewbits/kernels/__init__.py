@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fewbits.formats import Grid, Parts
 
 BACKENDS = ("native-avx2", "native-scalar", "reference")  # fastest first
-_ABI = 1  # native/kernels.h holds the same number
+_ABI = 2  # native/kernels.h holds the same number
 _FORCE = "FEWBITS_KERNEL"
 
 
@@ -122,6 +122,20 @@ def decode(fmt: Format, parts: Parts, shape: Shape) -> Tensor:  # -> (rows, cols
 
 def pack(fmt: Format, codes: Tensor, grid: Grid) -> Parts:
     return bind(fmt, (codes.shape[0], codes.shape[1])).pack(codes, grid)
+
+
+def backend() -> str:
+    """Who does work that is not a format's own: the fastest backend that runs here, or the one that FEWBITS_KERNEL forces."""
+    if wanted := os.environ.get(_FORCE):
+        return _forced(wanted)
+    return next(
+        (found for found in BACKENDS if any(f"native-{row.isa}" == found and row.runs_here for row in _table().values())), "reference"
+    )
+
+
+def native() -> Any:
+    """The native module itself; ask `native_missing` first."""
+    return _native()
 
 
 @cache

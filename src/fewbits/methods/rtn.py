@@ -1,15 +1,17 @@
-"""Round to nearest: fit the scales, round every weight to the level nearest to it."""
+"""Round to nearest: search the scales, round every weight to the level nearest to it. With statistics, columns that matter count more."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from fewbits import kernels
+from fewbits.methods import Outcome
 from fewbits.rounding import encode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fewbits.calibration.statistics import Half, WeightStatistics
     from fewbits.formats import Format, How, Parts
 
 
@@ -18,3 +20,13 @@ def quantize(w: Tensor, fmt: Format, importance: Tensor | None = None, how: How 
         return fmt.pack(w, {})
     grid = fmt.fit(w, importance, how=how)
     return kernels.pack(fmt, encode(w, fmt.levels, *fmt.affine(grid)), grid)
+
+
+class Rtn:
+    needs_statistics = False
+
+    def quantize(self, w: Tensor, fmt: Format, statistics: WeightStatistics | None = None, half: Half = None) -> Outcome:
+        return Outcome(quantize(w, fmt, statistics.importance(half) if statistics else None), "rtn")
+
+
+METHOD = Rtn()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from fewbits.benchmarks.cost import Cost
+    from fewbits.benchmarks.quality import Quality
+    from fewbits.calibration import Calibrated
     from fewbits.comparison import Comparison
     from fewbits.demonstration import Demo
     from fewbits.formats import Format
     from fewbits.inspection import Inspection
+    from fewbits.kv_comparison import KvComparison
     from fewbits.planning import Plan
+    from fewbits.range_comparison import RangeComparison
     from fewbits.verification import Verdict
 
 console = Console(stderr=True, highlight=False)
@@ -55,6 +60,57 @@ def plan_summary(plan: Plan) -> None:
     for (name, reason), weights in reasons.items():
         which = weights[0] if len(weights) == 1 else f"{len(weights)} weights (the first: {weights[0]})"
         note(f"{which} stored as {name}: {reason}")
+
+
+def outcomes(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Which method each weight got, and what choosing among them saved on the half of the samples that was held out."""
+    counts: dict[str, int] = {}
+    rounding = chosen = 0.0
+    for row in outcomes.values():
+        counts[row["method"]] = counts.get(row["method"], 0) + 1
+        damage: Mapping[str, float] = row.get("damage", {})
+        if "rtn" in damage:
+            rounding, chosen = rounding + damage["rtn"], chosen + min(damage.values())
+    if chosen:
+        methods = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
+        console.print(f"codes: {methods}; predicted KL on held-out samples {chosen:.5f}, by plain rounding {rounding:.5f}")
+    for weight, row in outcomes.items():
+        for text in row.get("notes", ()):
+            note(f"{weight}: {text}")
+
+
+def warnings(messages: Iterable[str]) -> None:
+    for message in messages:
+        note(message)
+
+
+def calibration(result: Calibrated) -> None:
+    seen = result.coverage
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("samples", f"{seen.samples:,} of {seen.lengths.least} to {seen.lengths.most} tokens (median {seen.lengths.median})")
+    table.add_row("tokens", f"{seen.tokens:,}")
+    table.add_row("vocabulary seen", f"{seen.vocabulary_seen:.1%} of {seen.vocabulary:,}")
+    if seen.missing_in_evaluation:
+        missing = seen.missing_in_evaluation
+        named = ", ".join(repr(token.text) for token in missing.most_frequent[:5])
+        table.add_row("unseen in the held-out text", f"{missing.occurrences:.2%} of its tokens" + (f", such as {named}" if named else ""))
+    if seen.overlap:
+        table.add_row("shared with it", f"{seen.overlap.share:.2%} of its {seen.overlap.n}-grams")
+    for source in seen.sources[:8]:
+        table.add_row("from", f"{escape(source.name)}: {source.share:.0%} ({source.samples} samples)")
+    for name, counts in result.statistics.about["experts"].items():
+        idle = sum(count == 0 for count in counts)
+        table.add_row("experts", f"{escape(name)}: {len(counts) - idle} of {len(counts)} reached, the least {min(counts)} times")
+    console.print(table)
+    if result.drift:
+        rows = [result.drift[0], result.drift[len(result.drift) // 2], result.drift[-1]]
+        table = _table("from half of the samples to all: what more data would still change", ("weight", "importance", "Hessian"))
+        for which, row in zip(("most", "middle", "least"), rows, strict=True):
+            moved = "" if row.hessian is None else f"{row.hessian:.1%}"
+            table.add_row(f"{which}: {escape(row.weight)}", f"{row.importance:.1%}", moved)
+        console.print(table)
+    warnings(seen.warnings)
+    console.print(f"wrote {escape(str(result.folder))}/")
 
 
 def verdict(verdict: Verdict) -> None:
@@ -149,6 +205,52 @@ def comparison(result: Comparison) -> None:
         ratio = f"{row.error / base:.2f}x" if base and row.error is not None else ""
         speed = f"{row.gigaweights_per_second:.2f}"
         table.add_row(row.format, f"{row.bits_per_weight:.4g}", *errors, ratio, speed, _short(row.kernel), str(row.left_out or ""))
+    console.print(table)
+
+
+def range_comparison(result: RangeComparison) -> None:
+    best, by_input = result.best(), result.by_input()
+    methods = [row.method for row in next(iter(by_input.values()))]
+    short = [method.removeprefix("percentile_").replace("moving_", "") for method in methods]
+    table = _table(f"squared error of {result.levels} over the mean square, by estimator; the least in bold", ("input", *short))
+    for name, rows in by_input.items():
+        cells = [f"[bold]{row.error:.1e}[/]" if row.method == best[name] else f"{row.error:.1e}" for row in rows]
+        table.add_row(escape(".".join(name.split(".")[-3:])), *cells)
+    console.print(table)
+    table = _table("mean over inputs", ("estimator", "least error on", "error", "clipped share", "KL"))
+    for method in methods:
+        rows = [row for row in result.rows if row.method == method]
+        means = [sum(getattr(row, field) for row in rows) / len(rows) for field in ("error", "clipped", "kl")]
+        table.add_row(method, str(list(best.values()).count(method)), *(f"{mean:.1e}" for mean in means))
+    console.print(table)
+
+
+def kv_comparison(result: KvComparison) -> None:
+    table = _table("KV cache in torch, against the float cache", ("format", "context", "bits/value", "KL", "perplexity ratio", "95 %"))
+    for row in result.rows:
+        low, high = row.ppl_ratio_ci95
+        bits = f"{row.bits_per_value:.2f}"
+        table.add_row(row.format, str(row.length), bits, f"{row.kl:.2e}", f"{row.ppl_ratio:.5f}", f"{low:.5f} .. {high:.5f}")
+    console.print(table)
+
+
+def quality(result: Quality) -> None:
+    floors = f"KL floor {result.kl_floor:.1e} (float file), {result.kl_q8_0:.1e} (q8_0)"
+    console.print(f"[bold]{escape(result.model)}[/] in llama.cpp on {result.tokens:,} tokens; {floors}")
+    table = _table(None, ("format", "bits/w", "made by", "KL", "KL ratio", "95 %", "top-1", "perplexity ratio"))
+    for row in result.rows:
+        low, high = row.kl_ratio_ci95
+        numbers = (f"{row.kl:.4f}", f"{row.kl_ratio:.3f}", f"{low:.3f} .. {high:.3f}", f"{row.top1:.2%}", f"{row.ppl_ratio:.4f}")
+        table.add_row(row.format, f"{row.bits_per_weight:.3g}", row.maker, *numbers)
+    console.print(table)
+
+
+def cost(result: Cost) -> None:
+    title = f"{escape(result.model)}: {result.tokens:,} tokens, {result.threads} threads"
+    table = _table(title, ("step", "seconds", "x forward", "CPU x forward", "peak memory"))
+    for step in result.steps:
+        memory = "" if step.peak_memory is None else size(step.peak_memory)
+        table.add_row(step.name, f"{step.seconds:.1f}", f"{step.multiple:.2f}", f"{step.cpu_multiple:.2f}", memory)
     console.print(table)
 
 

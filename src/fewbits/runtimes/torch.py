@@ -1,33 +1,79 @@
-"""PyTorch itself: the reference. Float32, every weight decoded."""
+"""PyTorch itself: the reference. Float32, every weight decoded; inputs of matmuls and the KV cache rounded where the plan says so."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fewbits import activations as rounding
+from fewbits import kv as caches
+from fewbits.errors import InputError
 from fewbits.runtimes import Runtime, Session
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fewbits.activations import Activation
+    from fewbits.planning import Plan
+
 
 class _Module(Session):
-    def __init__(self, module: Any) -> None:
+    """Hooks live as long as a call, so that sessions with and without them can share one module."""
+
+    def __init__(self, module: Any, activations: Mapping[str, Activation], kv: str | None) -> None:
         self._module = module.float().eval()
         self.vocabulary = int(module.config.vocab_size)
+        self._kv = None if kv is None else caches.get(kv)
+        if self._kv and (why_not := caches.unsupported(module.config)):
+            raise InputError(f"the KV cache cannot be {self._kv.name}: {why_not}", "leave `--kv` out")
+        submodules = dict(module.named_modules())
+        for name, activation in activations.items():
+            if name not in submodules:
+                raise InputError(f"the model has no module `{name}` to round the input of", "is it the plan of another model?")
+            if activation.static:
+                rounding.static_scale(activation)  # one that is not calibrated yet is refused here, not at the first token
+        self._rounded = [(submodules[name], activation) for name, activation in activations.items()]
 
     def logits(self, tokens: list[int]) -> Tensor:
         import torch
 
-        with torch.inference_mode():
-            out = self._module(input_ids=torch.tensor([tokens]), use_cache=False, return_dict=False)
+        with torch.inference_mode(), ExitStack() as hooks:
+            for module, activation in self._rounded:
+                hooks.enter_context(module.register_forward_pre_hook(_rounding_hook(activation)))
+            if self._kv is None:
+                return self._run(tokens)
+            from fewbits.kv_cache import QuantizedCache
+
+            cache = QuantizedCache(self._kv)
+            return torch.cat([self._run(piece, past_key_values=cache) for piece in self._kv.pieces(tokens)])
+
+    def _run(self, tokens: list[int], **cache: Any) -> Tensor:
+        import torch
+
+        out = self._module(input_ids=torch.tensor([tokens]), use_cache=bool(cache), return_dict=False, **cache)
         logits: Tensor = out[0][0].float()
         return logits
 
 
-def of_module(module: Any) -> Session:
-    """A session over a transformers module that is loaded already."""
-    return _Module(module)
+def _rounding_hook(activation: Activation) -> Any:
+    return lambda _, inputs: (rounding.quantized(inputs[0], activation), *inputs[1:])
+
+
+def of_module(module: Any, activations: Mapping[str, Activation] | None = None, kv: str | None = None) -> Session:
+    """A session over a transformers module that is loaded already. `activations` by the path of the module that reads them."""
+    return _Module(module, activations or {}, kv)
+
+
+def readers(plan: Plan, weights: Any) -> dict[str, Activation]:
+    """The plan's activations by the module that multiplies: for an embedding that is the output tied to it."""
+    found: dict[str, Activation] = {}
+    for weight in weights:
+        if activation := plan[weight.name].activation:
+            names = [weight.tied_to] if weight.kind == "embedding" else [weight.name, weight.tied_to]
+            found |= {name: activation for name in names if name}
+    return found
 
 
 class Torch(Runtime):
@@ -48,7 +94,8 @@ class Torch(Runtime):
     def open(self, path: Path, context: int) -> Session:
         from fewbits.artifact import Artifact
 
-        return of_module(Artifact(path).module())
+        artifact = Artifact(path)
+        return of_module(artifact.module(), readers(artifact.plan, artifact.weights), artifact.plan.kv)
 
 
 RUNTIME = Torch()

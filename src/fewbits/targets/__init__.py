@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits.errors import InputError
 
 if TYPE_CHECKING:
+    from fewbits.activations import Activation
     from fewbits.artifact import Artifact
     from fewbits.formats import Format
     from fewbits.model import Weight
@@ -27,6 +28,7 @@ class Target(ABC):
     about: str
     file_name: str  # what a folder given as output receives: `model.gguf`
     runtime: str  # the runtime that `verify` uses by default: a name in fewbits.runtimes
+    marker: str | None = None  # where the output is a folder: the file in it that says so
 
     @abstractmethod
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
@@ -35,6 +37,14 @@ class Target(ABC):
     @abstractmethod
     def nbytes(self, weight: Weight, fmt: Format) -> int:
         """Tensor bytes in the file, exactly."""
+
+    def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
+        """Why this target cannot say that this weight's input is to be rounded so; None if it can."""
+        return f"{self.name} files say nothing about activations"
+
+    def accepts_kv(self, kv: str) -> str | None:
+        """Why this target cannot say that the KV cache is to have this format; None if it can."""
+        return f"{self.name} files say nothing about the KV cache"
 
     @abstractmethod
     def activation_block(self, weight: Weight, fmt: Format) -> int | None:

@@ -21,6 +21,7 @@ from fewbits.targets import Target
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fewbits.activations import Activation
     from fewbits.artifact import Artifact
     from fewbits.formats import Format, Parts
     from fewbits.model import Weight
@@ -112,6 +113,12 @@ class Gguf(Target):
     def nbytes(self, weight: Weight, fmt: Format) -> int:
         own = layout(fmt)
         return own.nbytes(weight.shape) if own else fmt.nbytes(weight.shape)
+
+    def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
+        return "llama.cpp rounds activations to 8 bits by itself, in blocks of its own"
+
+    def accepts_kv(self, kv: str) -> str | None:
+        return "llama.cpp's KV cache type is chosen when it runs (`--cache-type-k`, `--cache-type-v`)"
 
     def activation_block(self, weight: Weight, fmt: Format) -> int | None:
         own = layout(fmt)

@@ -10,7 +10,7 @@ namespace fewbits {
 
 static_assert(std::endian::native == std::endian::little, "packed weights are little-endian and read in place");
 
-constexpr int kAbi = 1;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
+constexpr int kAbi = 2;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
 constexpr size_t kMaxFields = 4;
 
 // One array of a packed weight or of its grid.
@@ -71,5 +71,36 @@ inline float float16_at(const uint8_t* at) {
   const uint32_t wide = exponent == 31 ? 255 : exponent + 127 - 15;
   return std::bit_cast<float>(sign | wide << 23 | fraction << 13);
 }
+
+// Error feedback (feedback.cc) serves every format alike: it knows levels, a scale and an offset, and no layout.
+constexpr size_t kFeedbackColumns = 128;
+
+struct FeedbackLevels {
+  size_t count;
+  bool consecutive;         // integers in code order: rounding is arithmetic
+  const float* values;      // rising
+  const float* boundaries;  // count - 1: above the i-th, value i + 1 is taken
+  const uint8_t* codes;     // of each value
+  const float* by_code;     // 256: what each code stands for
+  int minus_zero;           // the code of -0 where it has its own; -1: it has not
+};
+
+struct FeedbackTile {  // (columns, rows) each, the coupling (columns, columns)
+  size_t columns, rows;
+  const float* targets;
+  const float* weights;
+  float* errors;
+  uint8_t* codes;
+  const float* scale;
+  const float* offset;    // may be null
+  const float* coupling;  // [k][i]: how much an error in column i moves the target of column k
+  bool keep;              // give up a code only for one that is nearer to the target
+};
+
+using FeedbackVisit = void (*)(const FeedbackTile&, const FeedbackLevels&, size_t first, size_t count);
+
+FeedbackVisit find_feedback(const char* isa);  // null where it does not run here
+size_t feedback_strips(size_t rows);
+void visit_feedback_strip(FeedbackVisit visit, const FeedbackTile& tile, const FeedbackLevels& levels, size_t strip);
 
 }  // namespace fewbits

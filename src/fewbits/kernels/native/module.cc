@@ -1,11 +1,13 @@
 // The door to Python: checks every size, lets go of the interpreter, and hands rows to a kernel.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -22,6 +24,9 @@ namespace {
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using BytesInto = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using FloatsInto = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatList = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ByteList = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Row pointers of up to kMaxFields arrays. Stride 0: one row that serves them all (a tensor-wide field).
 template <typename Byte>
@@ -117,6 +122,42 @@ void pack(const std::string& format, const Bytes& codes, const std::vector<Bytes
            [&](size_t row) { kernel->pack_row(code + row * cols, from.at(row).data(), cols, into.at(row).data()); });
 }
 
+template <typename Array>
+void needs_shape(const char* name, const Array& array, size_t rows, size_t cols) {
+  if (array.shape(0) != rows || array.shape(1) != cols)
+    throw std::invalid_argument(std::string("`") + name + "` needs " + std::to_string(rows) + " x " + std::to_string(cols) +
+                                ", it has " + std::to_string(array.shape(0)) + " x " + std::to_string(array.shape(1)));
+}
+
+// Everything is (columns, rows) but the coupling, (columns, columns). `values` rise; `by_code` has 256 entries.
+void feedback(const std::string& isa, const Floats& targets, const Floats& weights, FloatsInto errors, BytesInto codes,
+              const Floats& scale, const std::optional<Floats>& offset, const Floats& coupling, const FloatList& values,
+              const FloatList& boundaries, const ByteList& value_codes, const FloatList& by_code, bool consecutive,
+              int minus_zero, bool keep, int threads) {
+  const FeedbackVisit visit = find_feedback(isa.c_str());
+  if (!visit) throw std::invalid_argument("no " + isa + " error feedback runs here");
+  const size_t columns = targets.shape(0), rows = targets.shape(1), count = values.shape(0);
+  if (columns > kFeedbackColumns)
+    throw std::invalid_argument("a tile has at most " + std::to_string(kFeedbackColumns) + " columns");
+  needs_shape("weights", weights, columns, rows);
+  needs_shape("errors", errors, columns, rows);
+  needs_shape("codes", codes, columns, rows);
+  needs_shape("scale", scale, columns, rows);
+  if (offset) needs_shape("offset", *offset, columns, rows);
+  needs_shape("coupling", coupling, columns, columns);
+  if (count < 1 || count > 256 || boundaries.shape(0) != count - 1 || value_codes.shape(0) != count || by_code.shape(0) != 256)
+    throw std::invalid_argument("the levels' arrays do not belong together");
+  const FeedbackLevels levels{count,          consecutive, values.data(), boundaries.data(), value_codes.data(),
+                              by_code.data(), minus_zero};
+  const FeedbackTile tile{columns,         rows,         targets.data(), weights.data(),
+                          errors.data(),   codes.data(), scale.data(),   offset ? offset->data() : nullptr,
+                          coupling.data(), keep};
+  nb::gil_scoped_release released;
+  const size_t strips = feedback_strips(rows);
+  for_rows(strips, columns * rows / std::max<size_t>(1, strips), threads,
+           [&](size_t strip) { visit_feedback_strip(visit, tile, levels, strip); });
+}
+
 // (format, isa, runs here, part names, grid names) of every kernel.
 nb::list kernels() {
   nb::list found;
@@ -127,6 +168,8 @@ nb::list kernels() {
 
 }  // namespace
 
+void register_statistics(nb::module_& m);  // statistics.cc
+
 NB_MODULE(_native, m) {
   m.attr("ABI") = kAbi;
   m.def("kernels", &kernels);
@@ -135,6 +178,12 @@ NB_MODULE(_native, m) {
         nb::arg("threads"));
   m.def("pack", &pack, nb::arg("format"), nb::arg("codes").noconvert(), nb::arg("grid").noconvert(), nb::arg("parts").noconvert(),
         nb::arg("threads"));
+  m.def("feedback", &feedback, nb::arg("isa"), nb::arg("targets").noconvert(), nb::arg("weights").noconvert(),
+        nb::arg("errors").noconvert(), nb::arg("codes").noconvert(), nb::arg("scale").noconvert(),
+        nb::arg("offset").noconvert().none(), nb::arg("coupling").noconvert(), nb::arg("values"), nb::arg("boundaries"),
+        nb::arg("value_codes"), nb::arg("by_code"), nb::arg("consecutive"), nb::arg("minus_zero"), nb::arg("keep"),
+        nb::arg("threads"));
+  register_statistics(m);
 }
 
 }  // namespace fewbits

@@ -19,6 +19,7 @@ from fewbits.targets import Target
 from fewbits.targets.onnx import storage
 
 if TYPE_CHECKING:
+    from fewbits.activations import Activation
     from fewbits.artifact import Artifact
     from fewbits.formats import Format
     from fewbits.model import Weight
@@ -55,6 +56,14 @@ class Onnx(Target):
         found = storage.blocks(fmt, weight.shape[1])
         assert isinstance(found, storage.Blocks), found
         return found.nbytes(weight.shape)
+
+    def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
+        if activation.static:
+            return "MatMulNBits takes float inputs and no scale for them"
+        return "MatMulNBits rounds its inputs to 8 bits by itself (accuracy level 4), with a scale per block of columns, not per token"
+
+    def accepts_kv(self, kv: str) -> str | None:
+        return "the graph is written without a KV cache"
 
     def activation_block(self, weight: Weight, fmt: Format) -> int | None:
         found = storage.blocks(fmt, weight.shape[1]) if fmt.levels and self.accuracy_level == 4 else None

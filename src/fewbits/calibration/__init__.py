@@ -1,0 +1,131 @@
+"""Calibration: text through the model, one block at a time, and what every weight saw of it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fewbits import embedded, texts
+from fewbits import model as models
+from fewbits.calibration import data as sources
+from fewbits.calibration import drifting, storing
+from fewbits.calibration.coverage import Coverage, coverage
+from fewbits.calibration.data import Document, Samples, sample
+from fewbits.calibration.storing import Statistics
+from fewbits.files import Staged
+from fewbits.model import Model
+from fewbits.progress import silent
+
+if TYPE_CHECKING:
+    from fewbits.progress import Progress
+
+Paths = str | Path | Sequence[str | Path]
+SAMPLES = 512
+MEMORY = 1 << 30  # bytes of hidden states held in memory; more go to disk
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    folder: Path
+    statistics: Statistics
+    coverage: Coverage
+    drift: tuple[drifting.Drift, ...]  # per weight, what more data would still change
+
+    def to_dict(self) -> dict[str, object]:
+        about = {key: self.statistics.about[key] for key in ("model", "model_sha256", "runs", "options", "experts")}
+        drift = [asdict(row) for row in self.drift]
+        return {"statistics": str(self.folder), **about, "coverage": self.coverage.to_dict(), "drift": drift}
+
+
+def calibrate(
+    model: str | Path | Model,
+    out: str | Path,
+    *,
+    data: Paths = (),
+    samples: int = SAMPLES,
+    length: int | Literal["data"] | None = None,
+    seed: int = 0,
+    held_out: Paths = (),
+    hessians: bool = True,
+    gradients: bool = True,
+    memory: int = MEMORY,
+    imatrix: str | Path | None = None,
+    offline: bool = False,
+    progress: Progress[Any] = silent,
+) -> Calibrated:
+    """Statistics of this text, and how well it represents use. `held_out` is the text that results will be judged on."""
+    source = model if isinstance(model, Model) else models.open(model, offline)
+    drawn = draw(source, data, samples, length, seed)
+    text = "\n\n".join(d.text for d in sources.documents(listed(held_out), source.tokenizer)) if held_out else embedded.verification_text()
+    evaluation = texts.windows(text, source.tokenizer, texts.window_length(source.config, None))
+    seen = coverage(drawn, source.tokenizer, evaluation)
+    statistics = collect(source, drawn, Path(out), hessians=hessians, gradients=gradients, memory=memory, progress=progress)
+    if imatrix is not None:
+        from fewbits.calibration import importance_matrix
+
+        importance_matrix.write(statistics, source, Path(imatrix))
+    return Calibrated(Path(out), statistics, seen, drifting.drift(statistics))
+
+
+def draw(source: Model, data: Paths, samples: int, length: int | Literal["data"] | None, seed: int) -> Samples:
+    """The embedded text where no data is given."""
+    longest = texts.window_length(source.config, None if length == "data" else length)
+    found = sources.documents(listed(data), source.tokenizer) if data else [Document("embedded", embedded.calibration_text())]
+    return sample(found, source.tokenizer, samples, "data" if length == "data" else longest, seed, longest)
+
+
+def collect(
+    source: Model,
+    samples: Samples,
+    out: Path,
+    *,
+    hessians: bool = True,
+    gradients: bool = True,
+    memory: int = MEMORY,
+    progress: Progress[Any] = silent,
+) -> Statistics:
+    """Run the samples through the model and write what every weight saw, a block at a time."""
+    from fewbits.blocks import Blocks
+    from fewbits.calibration.collecting import Collector
+
+    blocks = Blocks(source)
+    weights: dict[str, dict[str, object]] = {}
+    output: dict[str, dict[str, Any]] = {}
+    with Staged(out, marker=storing.ABOUT) as folder, tempfile.TemporaryDirectory(dir=out.parent, prefix=".fewbits-") as scratch:
+        folder.mkdir()
+        collector = Collector(blocks, samples.ids, Path(scratch), hessians=hessians, gradients=gradients, memory=memory)
+        for block, sites, kv in collector.forward(progress):
+            storing.write(folder, "input", block, {name: storing.input_fields(found) for name, (found, _) in sites.items()} | {"kv": kv})
+            weights |= {reader: {"block": block, "site": site} for site, (_, readers) in sites.items() for reader in readers}
+        lookups: dict[str, dict[str, Any]] = {f"{name}:lookup": {"usage": usage} for name, usage in collector.usage.items()}
+        for block, found in collector.backward(progress) if gradients else ():
+            fields = {name: vars(gradient) for name, gradient in found.items()}
+            if 0 <= block < len(blocks):
+                storing.write(folder, "gradient", block, fields)
+            elif block == len(blocks):
+                output = fields
+            else:
+                for name, gradient in found.items():
+                    lookups[f"{name}:lookup"] |= {"fisher_square": gradient.fisher_square, "fisher": gradient.fisher}
+        storing.write(folder, "gradient", len(blocks), output | lookups)
+        for weight in blocks.outer_weights:
+            weights.setdefault(weight.name, {"block": len(blocks), "site": None})
+        about = {
+            "schema": storing.SCHEMA,
+            "model": source.path.name,
+            "model_sha256": source.fingerprint,
+            "options": {"hessians": hessians, "gradients": gradients},
+            "runs": [{"data_sha256": samples.digest, "samples": len(samples.ids), "tokens": samples.tokens, "seed": samples.seed}],
+            "experts": {name: counts.tolist() for name, counts in collector.experts.items()},
+            "weights": weights,
+        }
+        (folder / storing.ABOUT).write_text(json.dumps(about, indent=1))
+    return Statistics(out)
+
+
+def listed(paths: Paths) -> Sequence[str | Path]:
+    return [paths] if isinstance(paths, str | Path) else paths

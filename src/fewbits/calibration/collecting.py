@@ -1,0 +1,446 @@
+"""Statistics, one block of the model at a time: forward through all blocks, then backward through them, recomputing each.
+
+In memory are the weights of one block, its statistics, and a batch; the hidden states between blocks lie in a buffer that goes to
+disk beyond a limit. The backward pass starts from labels drawn from the model's own predictions: the squared gradient of such a
+loss is, in expectation, the second derivative of the KL divergence to the model itself, which is what quantization will cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.calibration.moments import Moments
+from fewbits.calibration.statistics import InputStatistics
+
+if TYPE_CHECKING:
+    from fewbits.blocks import Blocks, Call
+    from fewbits.model import Weight
+    from fewbits.progress import Progress
+
+_KEPT_PER_SAMPLE, _STRIDE = 2, 197  # inputs kept as they are, at positions that differ from sample to sample
+_FLOAT16_MAX = 65504.0
+_BATCH_TOKENS = 2048  # enough rows for a matrix product to run at full speed
+
+
+@dataclass(frozen=True)
+class Batch:
+    ids: Tensor  # (samples, length)
+    half: int  # all its samples are of one half
+    start: int  # where its tokens begin in the buffers
+
+    @property
+    def where(self) -> slice:
+        return slice(self.start, self.start + self.ids.numel())
+
+
+def batches(samples: Sequence[Sequence[int]]) -> list[Batch]:
+    """Samples of one length and one half together: nothing is padded, as padding would be counted."""
+    order = sorted(range(len(samples)), key=lambda i: (len(samples[i]), i % 2, i))
+    found: list[Batch] = []
+    start = 0
+    while order:
+        length, half = len(samples[order[0]]), order[0] % 2
+        most = max(1, _BATCH_TOKENS // length)
+        alike = [i for i in order[:most] if len(samples[i]) == length and i % 2 == half]
+        found.append(Batch(torch.tensor([list(samples[i]) for i in alike]), half, start))
+        start += length * len(alike)
+        order = order[len(alike) :]
+    return found
+
+
+class Buffers:
+    """Hidden states between blocks, (tokens, width) each: in memory up to a limit, in files that the system pages beyond it."""
+
+    def __init__(self, folder: Path, tokens: int, width: int, limit: int) -> None:
+        self._folder, self._shape, self._room = folder, (tokens, width), limit
+        self._made = 0
+
+    def new(self) -> Tensor:
+        tokens, width = self._shape
+        nbytes = 4 * tokens * width
+        if nbytes <= self._room:
+            self._room -= nbytes
+            return torch.empty(self._shape)
+        self._made += 1
+        path = self._folder / f"hidden-{self._made:05}.bin"
+        mapped = torch.from_file(str(path), shared=True, size=tokens * width, dtype=torch.float32)
+        path.unlink()  # the mapping keeps it; nothing is left behind, however this ends
+        return mapped.view(self._shape)
+
+
+@dataclass
+class Site:
+    """What one input tensor looked like, while it is being recorded."""
+
+    readers: list[str]
+    cols: int
+    hessian: bool
+    halves: tuple[Moments, Moments] = field(init=False)
+    first: list[Tensor] = field(default_factory=list)
+    first_half: list[int] = field(default_factory=list)
+    extremes: list[Tensor] = field(default_factory=list)
+    some: list[Tensor] = field(default_factory=list)
+    some_half: list[int] = field(default_factory=list)
+    moment: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.halves = (Moments(self.cols), Moments(self.cols))
+        self.moment = torch.zeros(2, self.cols, self.cols) if self.hessian else None
+
+    def add(self, x: Tensor, half: int) -> None:  # x (batch, length, cols)
+        self.first.append(x[:, 0].clone())
+        self.first_half += [half] * len(x)
+        self.extremes.append(torch.stack(torch.aminmax(x)))
+        if x.shape[1] > 1:
+            places = [(step * _STRIDE + len(self.first_half)) % (x.shape[1] - 1) + 1 for step in range(_KEPT_PER_SAMPLE)]
+            self.some.append(x[:, places].clamp(-_FLOAT16_MAX, _FLOAT16_MAX).half().reshape(-1, self.cols))
+            self.some_half += [half] * len(x) * len(places)
+        later = x[:, 1:].reshape(-1, self.cols)
+        self.halves[half].add(later)
+        if self.moment is not None:
+            self.moment[half].addmm_(later.T, later)
+
+    def finished(self) -> InputStatistics:
+        a, b = self.halves
+        first = torch.cat(self.first)
+        both = Moments(self.cols)
+        both.add(first)  # ranges and histogram speak of every position
+        both.merge(a)
+        both.merge(b)
+        return InputStatistics(
+            count=torch.tensor([a.count, b.count]),
+            total=torch.stack([a.sum, b.sum]),
+            square=torch.stack([a.sum_squares, b.sum_squares]),
+            low=both.low,
+            high=both.high,
+            first=first,
+            first_half=torch.tensor(self.first_half, dtype=torch.uint8),
+            extremes=torch.stack(self.extremes),
+            some=torch.cat(self.some) if self.some else torch.empty(0, self.cols, dtype=torch.float16),
+            some_half=torch.tensor(self.some_half, dtype=torch.uint8),
+            histogram=both.histogram,
+            moment=self.moment,
+        )
+
+
+class InputRecorder:
+    """Hooks that see what every weight of a module reads. Weights that are handed the same tensor share one site."""
+
+    def __init__(self, modules: dict[str, nn.Module], hessians: bool) -> None:
+        self._modules, self._hessians = modules, hessians
+        self.sites: dict[str, Site] = {}
+        self.half = 0
+        self._held: list[tuple[Tensor, str]] = []  # tensors of this call: held, so that no other gets the same identity
+
+    @contextmanager
+    def attached(self) -> Iterator[InputRecorder]:
+        handles = [module.register_forward_pre_hook(self._hook(name)) for name, module in self._modules.items()]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def next_call(self, half: int) -> None:
+        self.half = half
+        self._held.clear()
+
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def see(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            x: Tensor = inputs[0]
+            shared = next((site for tensor, site in self._held if tensor is x), None)
+            if shared is not None:
+                if name not in self.sites[shared].readers:
+                    self.sites[shared].readers.append(name)
+                return
+            self._held.append((x, name))
+            if name not in self.sites:
+                self.sites[name] = Site([name], x.shape[-1], self._hessians)
+            self.sites[name].add(x.detach().reshape(x.shape[0], -1, x.shape[-1]), self.half)
+
+        return see
+
+
+@dataclass
+class Gradients:
+    """How one weight's output moves the loss, while it is being recorded. Fields as in WeightStatistics."""
+
+    sensitivity: Tensor
+    gradient_square: Tensor
+    fisher_square: Tensor
+    fisher: Tensor | None
+
+    @staticmethod
+    def of(weight: Weight, hessian: bool) -> Gradients:
+        rows, cols = weight.shape
+        fisher = torch.zeros(2, cols, cols) if hessian else None
+        return Gradients(_doubles(2), _doubles(rows), _doubles(cols), fisher)
+
+    def add(self, x: Tensor, gradient: Tensor, half: int) -> None:  # (batch, length, cols) and (batch, length, rows)
+        norm = torch.linalg.vector_norm(gradient, dim=-1)
+        root = norm / gradient.shape[-1] ** 0.5  # the square root of w_t, the mean over outputs of g^2
+        weight = root.double().square()
+        self.sensitivity[half] += torch.stack([weight[:, 0].sum(), weight[:, 1:].sum()])
+        self.gradient_square[half] += torch.linalg.vector_norm(gradient.reshape(-1, gradient.shape[-1]), dim=0).double().square()
+        scaled = (x * root.unsqueeze(-1)).reshape(-1, x.shape[-1])
+        self.fisher_square[half] += torch.linalg.vector_norm(scaled, dim=0).double().square()
+        if self.fisher is not None:
+            self.fisher[half].addmm_(scaled.T, scaled)
+
+
+def _doubles(count: int) -> Tensor:
+    return torch.zeros(2, count, dtype=torch.float64)
+
+
+class GradientRecorder:
+    """Hooks that see every weight's output gradient beside its input."""
+
+    def __init__(self, modules: dict[str, nn.Module], weights: Sequence[Weight], hessians: bool) -> None:
+        self._modules = modules
+        self.found = {w.name: Gradients.of(w, hessians) for w in weights}
+        self.half = 0
+
+    @contextmanager
+    def attached(self) -> Iterator[GradientRecorder]:
+        handles = [module.register_forward_hook(self._hook(self.found[name])) for name, module in self._modules.items()]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, into: Gradients) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def see(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+            x = inputs[0].detach()
+            x, half = x.reshape(x.shape[0], -1, x.shape[-1]), self.half
+
+            def on_gradient(gradient: Tensor) -> None:
+                into.add(x, gradient.reshape(*x.shape[:2], -1), half)
+
+            output.register_hook(on_gradient)
+
+        return see
+
+
+class KvRecorder:
+    """A cache that keeps nothing but the ranges of keys and values, per head and channel."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[str, Tensor] = {}  # key_low, key_high, value_low, value_high: (heads, channels)
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        for name, x in (("key", keys), ("value", values)):
+            low, high = x.amin((0, 2)), x.amax((0, 2))
+            self.ranges[f"{name}_low"] = torch.minimum(low, self.ranges.get(f"{name}_low", low))
+            self.ranges[f"{name}_high"] = torch.maximum(high, self.ranges.get(f"{name}_high", high))
+        return keys, values
+
+
+@contextmanager
+def counting_experts(block: nn.Module, prefix: str, counts: dict[str, Tensor]) -> Iterator[None]:
+    """How many tokens each expert was given: modules with stacked (3-dimensional) weights are called with the choices."""
+    handles = []
+    for name, module in block.named_modules():
+        stacked = next((p for p in module.parameters(recurse=False) if p.dim() == 3), None)
+        if stacked is None:
+            continue
+
+        def see(_: nn.Module, inputs: tuple[Any, ...], name: str = f"{prefix}.{name}", experts: int = len(stacked)) -> None:
+            chosen = next((x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point()), None)
+            if chosen is not None:
+                seen = torch.bincount(chosen.flatten(), minlength=experts)[:experts]
+                counts[name] = counts.get(name, torch.zeros(experts, dtype=torch.int64)) + seen
+
+        handles.append(module.register_forward_pre_hook(see))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Enough(Exception):  # noqa: N818 - the input of the output matrix was seen: no logits are needed
+    pass
+
+
+class Collector:
+    """Two passes over the samples. Each hands out one block's findings at a time and forgets them."""
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        samples: Sequence[Sequence[int]],
+        scratch: Path,
+        *,
+        hessians: bool,
+        gradients: bool,
+        memory: int,
+        seed: int = 0,
+    ) -> None:
+        self.blocks, self.hessians, self.gradients, self.seed = blocks, hessians, gradients, seed
+        self.batches = batches(samples)
+        self.experts: dict[str, Tensor] = {}
+        self.usage: dict[str, Tensor] = {}  # per embedding: how often each row was looked up
+        self._calls: dict[tuple[int, ...], list[Call]] = {}
+        self._buffers: Buffers | None = None
+        self._scratch, self._memory = scratch, memory
+        self._between: list[Tensor] = []  # what each block reads; with gradients all of them, else only the last
+
+    @torch.no_grad()
+    def forward(self, progress: Progress[int]) -> Iterator[tuple[int, dict[str, tuple[InputStatistics, list[str]]], dict[str, Tensor]]]:
+        """(block, its sites and who reads them, its KV ranges), first to last; then the output matrix as block number len(blocks)."""
+        hidden = self._embed()
+        for index in progress(range(len(self.blocks)), len(self.blocks), "statistics, forward"):
+            following = self._following(hidden)
+            recorder = InputRecorder(self._modules(self.blocks.weights(index)), self.hessians)
+            kv = KvRecorder()
+            with ExitStack() as stack:
+                block = stack.enter_context(self.blocks.filled(index))
+                stack.enter_context(recorder.attached())
+                stack.enter_context(counting_experts(block, self.blocks.prefix(index), self.experts))
+                for batch in self.batches:
+                    recorder.next_call(batch.half)
+                    call = self._calls[tuple(batch.ids.shape)][index]
+                    x = hidden[batch.where].view(*batch.ids.shape, -1)
+                    out = self.blocks.run(block, x, call, kv if "past_key_values" in call else None)
+                    following[batch.where] = out.reshape(-1, out.shape[-1])
+            hidden = following
+            yield index, finished(recorder), kv.ranges
+        self._between.append(hidden)
+        yield len(self.blocks), self._output_sites(hidden), {}
+
+    def backward(self, progress: Progress[int]) -> Iterator[tuple[int, dict[str, Gradients]]]:
+        """(block, what it found), last to first: the output matrix as number len(blocks), the embeddings as -1."""
+        gradient, found = self._from_labels(self._between.pop(), progress)
+        yield len(self.blocks), found
+        count = len(self.blocks)
+        for index in progress(reversed(range(count)), count, "statistics, backward"):
+            hidden = self._between.pop()
+            weights = self.blocks.weights(index)
+            recorder = GradientRecorder(self._modules(weights), weights, self.hessians)
+            with self.blocks.filled(index) as block, recorder.attached(), torch.enable_grad():
+                for batch in self.batches:
+                    recorder.half = batch.half
+                    shape = (*batch.ids.shape, hidden.shape[-1])
+                    x = hidden[batch.where].view(shape).detach().requires_grad_()
+                    out = self.blocks.run(block, x, self._calls[tuple(batch.ids.shape)][index])
+                    (back,) = torch.autograd.grad(out, x, gradient[batch.where].view(shape))
+                    gradient[batch.where] = back.reshape(-1, back.shape[-1])
+            yield index, recorder.found
+        yield -1, self._at_embeddings(gradient)
+
+    def _embed(self) -> Tensor:
+        hidden: Tensor | None = None
+        with self._counting_lookups():
+            for batch in self.batches:
+                entered, calls = self.blocks.enter(batch.ids)
+                self._calls.setdefault(tuple(batch.ids.shape), calls)
+                if hidden is None or self._buffers is None:
+                    tokens = self.batches[-1].where.stop
+                    self._buffers = Buffers(self._scratch, tokens, entered.shape[-1], self._memory)
+                    hidden = self._buffers.new()
+                hidden[batch.where] = entered.reshape(-1, entered.shape[-1])
+        assert hidden is not None
+        return hidden
+
+    def _following(self, hidden: Tensor) -> Tensor:
+        """Where a block's output goes: a buffer of its own if it must be kept for the way back."""
+        assert self._buffers is not None
+        if not self.gradients:
+            return hidden  # a batch is read before it is overwritten
+        self._between.append(hidden)
+        return self._buffers.new()
+
+    def _output_sites(self, hidden: Tensor) -> dict[str, tuple[InputStatistics, list[str]]]:
+        modules = self._output_modules()
+        recorder = InputRecorder(modules, self.hessians)
+
+        def enough(*_: Any) -> None:
+            raise _Enough
+
+        with recorder.attached():
+            handles = [module.register_forward_pre_hook(enough) for module in modules.values()]
+            for batch in self.batches:
+                recorder.next_call(batch.half)
+                with suppress(_Enough):
+                    self.blocks.leave(hidden[batch.where].view(*batch.ids.shape, -1))
+            for handle in handles:
+                handle.remove()
+        return finished(recorder)
+
+    def _from_labels(self, hidden: Tensor, progress: Progress[Any]) -> tuple[Tensor, dict[str, Gradients]]:
+        """The gradient of the loss at the last block's output. One sample at a time: logits are wide."""
+        assert self._buffers is not None
+        modules = self._output_modules()
+        weights = [weight for weight in self.blocks.outer_weights if weight.name in modules]
+        recorder = GradientRecorder(modules, weights, self.hessians)
+        gradient, generator = self._buffers.new(), torch.Generator().manual_seed(self.seed)
+        with recorder.attached(), torch.enable_grad():
+            for batch in progress(self.batches, len(self.batches), "statistics, loss"):
+                recorder.half, length = batch.half, batch.ids.shape[1]
+                for start in range(batch.where.start, batch.where.stop, length):
+                    x = hidden[start : start + length].unsqueeze(0).requires_grad_()
+                    logits = self.blocks.leave(x)
+                    (back,) = torch.autograd.grad(logits, x, loss_gradient(logits.detach(), generator))
+                    gradient[start : start + length] = back[0]
+        return gradient, recorder.found
+
+    def _at_embeddings(self, gradient: Tensor) -> dict[str, Gradients]:
+        found = {}
+        for weight in self.blocks.outer_weights:
+            if weight.kind == "embedding" and weight.shape[1] == gradient.shape[1]:
+                found[weight.name] = Gradients.of(weight, self.hessians)
+                for batch in self.batches:
+                    g = gradient[batch.where].view(*batch.ids.shape, -1)
+                    found[weight.name].add(g, g.new_ones(*batch.ids.shape, 1), batch.half)
+        return found
+
+    def _modules(self, weights: Sequence[Weight]) -> dict[str, nn.Module]:
+        return {weight.name: self.blocks.submodule(weight.name) for weight in weights}
+
+    def _output_modules(self) -> dict[str, nn.Module]:
+        """Outer matrices that multiply: an output of its own, or the second role of a tied embedding."""
+        found = {}
+        for weight in self.blocks.outer_weights:
+            path = weight.tied_to if weight.kind == "embedding" else weight.name
+            if path is not None:
+                found[weight.name] = self.blocks.submodule(path)
+        return found
+
+    @contextmanager
+    def _counting_lookups(self) -> Iterator[None]:
+        handles = []
+        for weight in self.blocks.outer_weights:
+            if weight.kind != "embedding":
+                continue
+
+            def see(_: nn.Module, inputs: tuple[Any, ...], name: str = weight.name, rows: int = weight.shape[0]) -> None:
+                seen = torch.bincount(inputs[0].flatten(), minlength=rows)
+                self.usage[name] = self.usage.get(name, torch.zeros(rows, dtype=torch.int64)) + seen
+
+            handles.append(self.blocks.submodule(weight.name).register_forward_pre_hook(see))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def loss_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """d(-log p(label)) / d logits, with one label per position drawn from p. logits (1, length, vocabulary)."""
+    p = logits.float().softmax(-1)
+    cumulative = p.cumsum(-1)
+    place = torch.rand(p.shape[:-1], generator=generator).unsqueeze(-1) * cumulative[..., -1:]
+    label = torch.searchsorted(cumulative, place).clamp_(max=p.shape[-1] - 1)
+    return p.scatter_add_(-1, label, torch.full_like(place, -1.0))
+
+
+def finished(recorder: InputRecorder) -> dict[str, tuple[InputStatistics, list[str]]]:
+    return {name: (site.finished(), site.readers) for name, site in recorder.sites.items()}

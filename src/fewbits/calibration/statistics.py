@@ -1,0 +1,197 @@
+"""What calibration saw: for every weight what its inputs looked like, and how its output moves the loss.
+
+Everything is a sum over tokens, so that two runs add up to one, and every sum is kept for two halves of the samples apart: what is
+fitted to one half is judged on the other, and the drift from one half to both says whether more data would help. Position 0 is apart
+too. It often carries massive activations (the attention sink), matters far more to some weights than one position in 512 should
+and not at all to others: averaged with the rest it misleads, and left out it is missed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fewbits.calibration.histogram import Histogram
+    from fewbits.ranges import Levels, Range
+
+Kind = Literal["aware", "plain", "fisher", "class"]
+Half = Literal[0, 1] | None  # one half of the samples, or all of them
+_PLAIN_SHARE = 0.05  # of the plain moments in the loss-weighted ones: what never moved the loss in calibration may do so later
+
+
+@dataclass
+class InputStatistics:
+    """One tensor that one or more weights read. Moments over positions after the first; the first ones as they were."""
+
+    count: Tensor  # (2,) int64: tokens of each half
+    total: Tensor  # (2, cols) float64
+    square: Tensor  # (2, cols) float64
+    low: Tensor  # (cols,) float32, position 0 included
+    high: Tensor
+    first: Tensor  # (samples, cols) float32: the inputs at position 0
+    first_half: Tensor  # (samples,) uint8
+    extremes: Tensor  # (batches, 2) float32: least and greatest value of each batch, in order
+    some: Tensor  # (tokens, cols) float16: a few inputs as they were, from positions after the first
+    some_half: Tensor  # (tokens,) uint8
+    histogram: Histogram | None = None  # of all values, position 0 included
+    moment: Tensor | None = None  # (2, cols, cols) float32: sum of x x^T
+
+    @property
+    def cols(self) -> int:
+        return self.total.shape[1]
+
+    @property
+    def absmax(self) -> Tensor:
+        return torch.maximum(-self.low, self.high)
+
+    def tokens(self, half: Half = None) -> int:
+        return int(_of(self.count, half)) + len(self.firsts(half))
+
+    def firsts(self, half: Half = None) -> Tensor:
+        return self.first if half is None else self.first[self.first_half == half]
+
+    def drawn(self, half: Half = None) -> Tensor:
+        """(tokens, cols) float32: some real inputs."""
+        return (self.some if half is None else self.some[self.some_half == half]).float()
+
+    def mean(self, half: Half = None) -> Tensor:
+        total = _of(self.total, half) + self.firsts(half).double().sum(0)
+        return (total / max(1, self.tokens(half))).float()
+
+    def mean_square(self, half: Half = None, first: float = 1.0, rest: float = 1.0) -> Tensor:
+        """Per channel. With every position alike, what llama.cpp calls an importance matrix."""
+        square = _of(self.square, half) * rest + self.firsts(half).double().square().sum(0) * first
+        return (square / max(1, self.tokens(half))).float()
+
+    def range(self, method: str, levels: Levels) -> Range:
+        """Of all its values, by one of fewbits.ranges' estimators."""
+        from fewbits import ranges
+
+        assert self.histogram is not None, "rescaled: no histogram of the values is left"
+        moving = ranges.MovingAverage()
+        for low, high in self.extremes.tolist():
+            moving.add_extremes(low, high)
+        return ranges.estimate(method, self.histogram, levels, moving)
+
+    def second_moment(self, half: Half = None, first: float = 1.0, rest: float = 1.0) -> Tensor:
+        """Mean of x x^T with these weights for position 0 and for the positions after it."""
+        assert self.moment is not None, "calibrated without Hessians"
+        x = self.firsts(half)
+        return (_of(self.moment, half) * rest + (x.T @ x) * first) / max(1, self.tokens(half))
+
+
+@dataclass
+class Lookup:
+    """The rows of an embedding are what goes into the model: an error d in one costs d G d^T, G the gradient's second moment there."""
+
+    usage: Tensor  # (rows,) int64: how often each was looked up
+    square: Tensor | None = None  # (2, cols) float64: sum over tokens of g^2
+    fisher: Tensor | None = None  # (2, cols, cols) float32: sum of g g^T
+
+
+@dataclass
+class WeightStatistics:
+    """One weight: its inputs, and, from one backward pass with labels drawn from the model itself, how its output moves the loss."""
+
+    input: InputStatistics | None  # None: an embedding that is not an output matrix too
+    sensitivity: Tensor | None = None  # (2 halves, 2: position 0, later) float64: sum of the tokens' loss weights
+    gradient_square: Tensor | None = None  # (2, rows) float64: sum over tokens of g^2
+    fisher_square: Tensor | None = None  # (2, cols) float64: sum of w_t x^2, w_t the mean over outputs of g_t^2
+    fisher: Tensor | None = None  # (2, cols, cols) float32: sum of w_t x_t x_t^T
+    lookup: Lookup | None = None  # an embedding's other role
+
+    @property
+    def has_hessian(self) -> bool:
+        return (self.input is not None and self.input.moment is not None) or (self.lookup is not None and self.lookup.fisher is not None)
+
+    def importance(self, half: Half = None) -> Tensor:
+        """Per column, of mean 1: the diagonal of the Hessian, which a search for scales weighs its errors with."""
+        by_token = self._by_token(half, self.fisher_square, self.lookup.square if self.lookup else None)
+        if by_token is None or self.input is None or self.sensitivity is None:
+            return _normal(self._input.mean_square(half) if by_token is None else by_token)
+        by_class = self._input.mean_square(half, *self._class_weights(half))
+        plain = _PLAIN_SHARE * _normal(self.input.mean_square(half))
+        return _normal(_normal(_normal(by_token) + plain) + _normal(by_class))
+
+    def hessian(self, half: Half = None, kind: Kind = "aware") -> Tensor:
+        """(cols, cols), of mean diagonal 1. Aware of the attention sink: the average of
+
+        fisher  every token by its own weight in the loss, with a little of the plain moments
+        class   position 0 and the positions after it, each class by its mean weight: coarser, and less noisy
+        """
+        by_token = self._by_token(half, self.fisher, self.lookup.fisher if self.lookup else None)
+        if by_token is not None and self.input is None:
+            return _normal(by_token)
+        plain = _normal(self._input.second_moment(half))
+        if by_token is None or self.sensitivity is None or kind == "plain":
+            return plain
+        fisher = _normal(_normal(by_token) + _PLAIN_SHARE * plain)
+        if kind == "fisher":
+            return fisher
+        by_class = _normal(self._input.second_moment(half, *self._class_weights(half)))
+        return by_class if kind == "class" else _normal(fisher + by_class)
+
+    def damage(self, error: Tensor, w: Tensor, half: Half = None, rows: slice = slice(None)) -> float:
+        """Of this error (rows, cols) in the weight: the KL that it is predicted to cost, half the sum over rows of g2_i e_i H e_i^T;
+        without gradients the squared error of the output, relative to the output."""
+        if self.fisher is None or self.sensitivity is None or self.gradient_square is None:
+            plain = self.hessian(half, "plain") if self.has_hessian else self.importance(half).diag()
+            return float(_quadratic(error, plain).sum() / _quadratic(w, plain).sum().clamp(min=1e-30))
+        weighted = _of(self.fisher, half) / _of(self.sensitivity, half).sum().float().clamp(min=1e-30)
+        damage = float((self.output_sensitivity(half)[rows] * _quadratic(error, weighted)).sum())
+        if self.lookup and self.lookup.fisher is not None:
+            tokens = max(1, self._input.tokens(half))
+            used = self.lookup.usage[rows] / max(1, self._input.tokens())
+            damage += float((used * _quadratic(error, _of(self.lookup.fisher, half) / tokens)).sum())
+        return 0.5 * damage
+
+    def output_sensitivity(self, half: Half = None) -> Tensor:
+        """(rows,): mean over tokens of g^2."""
+        assert self.gradient_square is not None, "calibrated without gradients"
+        return (_of(self.gradient_square, half) / max(1, self._input.tokens(half))).float()
+
+    def first_share(self, half: Half = None) -> float:
+        """How much of the loss's sensitivity to this weight's output sits on position 0."""
+        assert self.sensitivity is not None, "calibrated without gradients"
+        first, rest = _of(self.sensitivity, half).tolist()
+        return float(first / max(first + rest, 1e-300))
+
+    @property
+    def _input(self) -> InputStatistics:
+        assert self.input is not None, "an embedding has no input"
+        return self.input
+
+    def _class_weights(self, half: Half) -> tuple[float, float]:
+        assert self.sensitivity is not None
+        first, rest = _of(self.sensitivity, half).tolist()
+        firsts = len(self._input.firsts(half))
+        return first / max(1, firsts), rest / max(1, self._input.tokens(half) - firsts)
+
+    def _by_token(self, half: Half, output: Tensor | None, lookup: Tensor | None) -> Tensor | None:
+        """A tied matrix has two roles. Over its rows, the loss of the output role sums to rows * fisher, of the lookups to theirs."""
+        both = [_of(sums, half).float() * times for sums, times in ((output, self._rows), (lookup, 1)) if sums is not None]
+        return both[0] + both[1] if len(both) == 2 else both[0] if both else None
+
+    @property
+    def _rows(self) -> int:
+        return 1 if self.gradient_square is None else self.gradient_square.shape[1]
+
+
+def _of(sums: Tensor, half: Half) -> Tensor:
+    return sums.sum(0) if half is None else sums[half]
+
+
+def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
+    """r M r^T of each row."""
+    return ((rows @ matrix) * rows).sum(1)
+
+
+def _normal(values: Tensor) -> Tensor:
+    """A matrix with mean diagonal 1, or a vector with mean 1; all zeros stay so."""
+    diagonal = values.diagonal() if values.dim() == 2 else values
+    mean = diagonal.mean()
+    return values / mean if mean > 0 else values

@@ -1,0 +1,205 @@
+"""Statistics on disk: a folder of safetensors, one pair of files per block, and a JSON that says what they are of.
+
+    statistics.json                 schema, model and data hashes, samples, options, coverage, who reads which input
+    input-00003.safetensors         `SITE:FIELD` of block 3: moments, ranges, histogram; a symmetric matrix as its upper triangle
+    gradient-00003.safetensors      `WEIGHT:FIELD` of block 3
+
+The output matrix comes after the last block, embeddings beside it. Files of two runs over the same model add up to one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fewbits.calibration.histogram import Histogram
+from fewbits.calibration.statistics import InputStatistics, Lookup, WeightStatistics
+from fewbits.checkpoints.folder import read_json
+from fewbits.errors import InputError
+from fewbits.files import Staged
+
+SCHEMA = 1
+ABOUT = "statistics.json"
+_HINT = "make it anew with `fewbits calibrate`"
+_SUMS = {"count", "total", "square", "moment", "sensitivity", "gradient_square", "fisher_square", "fisher", "usage"}
+_SYMMETRIC = {"moment", "fisher"}
+
+
+class Statistics:
+    """A folder of statistics, opened; a block's tensors are read when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.about: dict[str, Any] = dict(read_json(folder / ABOUT, "`fewbits calibrate` writes a folder with statistics.json in it"))
+            if self.about["schema"] != SCHEMA:
+                raise InputError(f"`{folder}` has schema {self.about['schema']}, this fewbits reads schema {SCHEMA}", _HINT)
+            self._weights: dict[str, dict[str, Any]] = {str(name): dict(row) for name, row in self.about["weights"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as failure:
+            raise InputError(f"`{folder / ABOUT}` is damaged: {failure!r}", _HINT) from failure
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._weights)
+
+    @property
+    def model_sha256(self) -> str:
+        return str(self.about["model_sha256"])
+
+    def of(self, weight: str) -> WeightStatistics:
+        row = self._weights.get(weight)
+        if row is None:
+            raise InputError(f"`{self.folder}` has no statistics of `{weight}`", "were they taken of another model?")
+        gradient = self._fields("gradient", row["block"], weight)
+        lookup = self._fields("gradient", row["block"], f"{weight}:lookup")
+        return WeightStatistics(
+            input=None if row["site"] is None else self.input(weight),
+            sensitivity=gradient.get("sensitivity"),
+            gradient_square=gradient.get("gradient_square"),
+            fisher_square=gradient.get("fisher_square"),
+            fisher=gradient.get("fisher"),
+            lookup=Lookup(lookup["usage"], lookup.get("fisher_square"), lookup.get("fisher")) if lookup else None,
+        )
+
+    def input(self, weight: str) -> InputStatistics:
+        row = self._weights[weight]
+        return input_of(self._fields("input", row["block"], row["site"]))
+
+    def site(self, weight: str) -> str | None:
+        """The weight whose input this one shares; None: an embedding."""
+        found: str | None = self._weights[weight]["site"]
+        return found
+
+    def kv(self, block: int) -> dict[str, Tensor]:
+        return self._fields("input", block, "kv")
+
+    def _fields(self, kind: str, block: int, name: str) -> dict[str, Tensor]:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.folder / file_name(kind, block)
+        if not path.is_file():
+            return {}
+        try:
+            with safe_open(path, framework="pt") as file:
+                prefix = f"{name}:"
+                keys = [key for key in file.keys() if key.startswith(prefix) and ":" not in key.removeprefix(prefix)]  # noqa: SIM118
+                return {key.removeprefix(prefix): _unpacked(key.rpartition(":")[2], file.get_tensor(key)) for key in keys}
+        except (SafetensorError, OSError) as failure:
+            raise InputError(f"`{path}` cannot be read: {failure}", _HINT) from failure
+
+
+def file_name(kind: str, block: int) -> str:
+    return f"{kind}-{block:05}.safetensors"
+
+
+def write(folder: Path, kind: str, block: int, found: Mapping[str, Mapping[str, Tensor | None]]) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {
+        f"{name}:{field}": _packed(field, tensor)
+        for name, fields in found.items()
+        for field, tensor in fields.items()
+        if tensor is not None
+    }
+    save_file(tensors, folder / file_name(kind, block))
+
+
+def input_fields(found: InputStatistics) -> dict[str, Tensor | None]:
+    histogram = found.histogram.to_tensors() if found.histogram else {}
+    plain = {key: value for key, value in vars(found).items() if key != "histogram"}
+    return plain | {f"histogram_{key}": value for key, value in histogram.items()}
+
+
+def input_of(fields: dict[str, Tensor]) -> InputStatistics:
+    histogram = {key.removeprefix("histogram_"): fields.pop(key) for key in list(fields) if key.startswith("histogram_")}
+    return InputStatistics(**fields, histogram=Histogram.from_tensors(histogram) if histogram else None)
+
+
+def merge(folders: list[Path], out: Path) -> Statistics:
+    """Two or more runs over the same model, as one: sums add up, extremes win, first positions lie side by side."""
+    parts = [Statistics(folder) for folder in folders]
+    first = parts[0]
+    for other in parts[1:]:
+        if other.model_sha256 != first.model_sha256:
+            raise InputError(f"`{other.folder}` is of another model than `{first.folder}`", "merge statistics of one model")
+        if other._weights != first._weights:
+            raise InputError(f"`{other.folder}` was taken with other options than `{first.folder}`", "use the same options for both")
+    with Staged(out, marker=ABOUT) as folder:
+        folder.mkdir()
+        for path in sorted(first.folder.glob("*.safetensors")):
+            _merge_files([part.folder / path.name for part in parts], folder / path.name)
+        runs = [run for part in parts for run in part.about["runs"]]
+        experts = {
+            name: [sum(c) for c in zip(*(part.about["experts"][name] for part in parts), strict=True)] for name in first.about["experts"]
+        }
+        (folder / ABOUT).write_text(json.dumps(first.about | {"runs": runs, "experts": experts}, indent=1))
+    return Statistics(out)
+
+
+def _merge_files(paths: list[Path], out: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for path in paths:
+        if not path.is_file():
+            raise InputError(f"`{path}` is missing", "use the same options for all runs")
+    merged = load_file(paths[0])
+    for path in paths[1:]:
+        other = load_file(path)
+        if other.keys() != merged.keys():
+            raise InputError(f"`{path}` holds other tensors than `{paths[0]}`", "use the same options for all runs")
+        histograms = [key.removesuffix("_counts") for key in merged if key.endswith(":histogram_counts")]
+        joined = {name: _histogram(merged, name) for name in histograms}
+        for name, histogram in joined.items():
+            histogram.merge(_histogram(other, name))
+        for key, tensor in other.items():
+            merged[key] = _joined(key.rpartition(":")[2], merged[key], tensor)
+        for name, histogram in joined.items():
+            merged |= {f"{name}_{field}": tensor for field, tensor in histogram.to_tensors().items()}
+    save_file(merged, out)
+
+
+def _joined(field: str, one: Tensor, other: Tensor) -> Tensor:
+    if field in _SUMS:
+        return one + other
+    if field.endswith("low"):
+        return torch.minimum(one, other)
+    if field.endswith("high"):
+        return torch.maximum(one, other)
+    if field in {"first", "first_half", "extremes", "some", "some_half"}:
+        return torch.cat([one, other])
+    assert field.startswith("histogram_"), field
+    return one
+
+
+def _histogram(tensors: dict[str, Tensor], name: str) -> Histogram:
+    return Histogram.from_tensors({field: tensors[f"{name}_{field}"] for field in ("counts", "reach")})
+
+
+def _packed(field: str, tensor: Tensor) -> Tensor:
+    if field not in _SYMMETRIC:
+        return tensor.contiguous()
+    rows, columns = _triangle(tensor.shape[-1])
+    return tensor[:, rows, columns].contiguous()
+
+
+def _unpacked(field: str, stored: Tensor) -> Tensor:
+    if field not in _SYMMETRIC:
+        return stored
+    n = int(((8 * stored.shape[1] + 1) ** 0.5 - 1) / 2)
+    rows, columns = _triangle(n)
+    full = stored.new_zeros(len(stored), n, n)
+    full[:, rows, columns] = stored
+    full[:, columns, rows] = stored
+    return full
+
+
+@cache
+def _triangle(n: int) -> tuple[Tensor, Tensor]:
+    rows, columns = torch.triu_indices(n, n)
+    return rows, columns

@@ -1,0 +1,153 @@
+"""From a Hessian to what the visits need: the order of the columns, and how an error in one moves the target of another.
+
+With the columns in visiting order and H = R R^T, R upper triangular, the error of a row is |(w - q) R|^2, and column k of it is
+
+    R_kk * (w_k + sum_{i<k} (w_i - q_i) R_ik / R_kk - q_k)
+
+so each column is rounded to its weight plus what the errors of the columns before it ask for. This is GPTQ's update without an
+inverse: one Cholesky factorisation, and the errors are never carried from column to column.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import InputError
+
+Order = Literal["blocks", "columns", "natural"]
+_STEP, _MOST = 10.0, 1.0  # damping is raised by this factor, and no further than to the mean of the diagonal itself
+_LEAST = 1e-3  # where no damping was asked for and some is needed
+
+
+class Singular(InputError):  # noqa: N818
+    """No damping that leaves anything of the Hessian makes it positive definite: rounding to nearest is all that is left."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One block, given the errors of all others: its best real values are weights + others @ errors, and its error around them
+    is the hessian's."""
+
+    others: Tensor  # (block, cols) H_BB^-1 H_B*, zero within the block
+    forward: Tensor  # (block, block) like Ordered.forward, for the block alone
+    hessian: Tensor  # (block, block)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A damped Hessian with its columns in visiting order. Both couplings are (cols, cols) and act from the left:
+    targets (cols, rows) = weights + coupling @ errors."""
+
+    columns: Tensor  # (cols,) the natural index of each visited column
+    blocks: list[slice]  # of visited columns: each lies within one block of the format
+    parts: list[Part]  # of each block
+    stakes: Tensor  # (cols,) float32, in natural order: what an error in a column costs, for the fit of scales
+    forward: Tensor  # what the columns before ask for, if what comes after makes up for the rest: strictly lower triangular
+    ahead: Tensor  # what the blocks before ask for, if the block itself makes up for the rest too: zero from the block on
+    every: Tensor  # what all others ask for, before and after: zero diagonal
+    damping: float
+    notes: tuple[str, ...]
+
+
+def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: torch.dtype) -> Ordered:
+    """`width`: columns per block of the format; the whole row where it has none."""
+    h = _checked(hessian)
+    notes: tuple[str, ...] = ()
+    diagonal = h.diagonal().clone()
+    dead = diagonal == 0  # never active: nothing is known, and nothing may be concluded for others
+    mean = float(diagonal[~dead].mean()) if not dead.all() else 1.0
+    if not mean > 0:
+        raise Singular("the Hessian's diagonal is negative", "a second moment never is: recompute the statistics")
+    if dead.all():
+        notes = ("the Hessian is zero: every column was rounded to nearest",)
+    h[dead] = 0
+    h[:, dead] = 0
+    h.diagonal()[dead] = mean
+    columns, blocks = visits(diagonal, width, order)
+    h = h[columns][:, columns]
+    root, added = _factored(h, damping, mean)
+    if added != damping:
+        notes += (f"damping raised from {damping:g} to {added:g}: the Hessian was singular",)
+    h.diagonal().add_(added * mean)
+    every = h / h.diagonal().unsqueeze(1)
+    every.diagonal().zero_()
+    # Between what an error costs if nothing makes up for it (the diagonal) and if all later columns do (the pivot), the geometric mean:
+    # on the embedded model's activations the diagonal alone is 0.1 % worse for q4_0 and 0.6 % for q4_k, the pivot 0.2 % better and
+    # 1.4 % worse.
+    stakes = torch.empty_like(diagonal)
+    stakes[columns] = (diagonal[columns].sqrt() * root.diagonal()).nan_to_num(0)
+    parts = [_part(h, block, dtype) for block in blocks] if len(blocks) > 1 else []
+    forward = _forward(root)
+    ahead = torch.zeros_like(forward)
+    for block in blocks[1:]:
+        # a column's target counts the errors of the block's own columns before it, and there are none if each takes its target
+        own = forward[block, block]
+        unrounded = torch.linalg.solve_triangular(own, forward[block, : block.start], upper=False, unitriangular=True)
+        ahead[block, : block.start] = unrounded
+    return Ordered(columns, blocks, parts, stakes.float(), forward.to(dtype), ahead.to(dtype), every.to(dtype), added, notes)
+
+
+def _part(h: Tensor, block: slice, dtype: torch.dtype) -> Part:
+    own = h[block, block]
+    lower = torch.linalg.cholesky(own.flip(0, 1))  # a block of what was factored as a whole
+    others = torch.linalg.solve(own, h[block])
+    others[:, block] = 0
+    return Part(others.to(dtype), _forward(lower.flip(0, 1)).to(dtype), own.to(dtype))
+
+
+def _forward(root: Tensor) -> Tensor:
+    coupling = root.T / root.diagonal().unsqueeze(1)
+    coupling.diagonal().zero_()
+    return coupling.contiguous()
+
+
+def visits(diagonal: Tensor, width: int, order: Order) -> tuple[Tensor, list[slice]]:
+    """The order of the columns. Where much is at stake one goes first: what is rounded later can still make up for it."""
+    cols = len(diagonal)
+    spans = [slice(start, min(start + width, cols)) for start in range(0, cols, width)]
+    if order == "natural":
+        return torch.arange(cols), spans
+    if order == "columns":
+        return diagonal.argsort(descending=True, stable=True), [slice(0, cols)]
+    if order != "blocks":
+        raise InputError(f"no order is named `{order}`", "choose `blocks`, `columns` or `natural`")
+    means = torch.stack([diagonal[span].mean() for span in spans])
+    visited, blocks, done = [], [], 0
+    for index in means.argsort(descending=True, stable=True).tolist():
+        span = spans[index]
+        visited.append(span.start + diagonal[span].argsort(descending=True, stable=True))
+        blocks.append(slice(done, done + span.stop - span.start))
+        done = blocks[-1].stop
+    return torch.cat(visited), blocks
+
+
+def _checked(hessian: Tensor) -> Tensor:
+    if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1]:
+        raise ValueError(f"a Hessian is square, this one is {tuple(hessian.shape)}")
+    if not hessian.isfinite().all():
+        raise Singular("the Hessian holds NaN or infinity", "look for overflows in the activations; float32 sums hold up to 3e38")
+    h = hessian.double()
+    return (h + h.T) / 2  # a sum of outer products is symmetric up to rounding; both halves are used
+
+
+def _factored(h: Tensor, damping: float, mean: float) -> tuple[Tensor, float]:
+    """(upper triangular R with R R^T = h + added * mean, added)."""
+    if not (math.isfinite(damping) and damping >= 0):
+        raise InputError(f"damping is {damping}", "it is a share of the mean of the diagonal: 0.01 to 0.1 is usual")
+    added = damping
+    while True:
+        flipped = h.flip(0, 1)
+        flipped.diagonal().add_(added * mean)
+        lower, failed = torch.linalg.cholesky_ex(flipped)
+        # a pivot within rounding of nothing is no pivot: what is divided by it would be noise
+        noise = len(h) * torch.finfo(torch.float64).eps
+        if not failed and (lower.diagonal().square() > noise * flipped.diagonal()).all():
+            return lower.flip(0, 1), added
+        if added >= _MOST:
+            raise Singular(f"the Hessian is not positive semi-definite: damping by {added:g} does not help", "recompute the statistics")
+        added = min(_MOST, max(added * _STEP, _LEAST))

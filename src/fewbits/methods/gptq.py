@@ -1,0 +1,76 @@
+"""GPTQ: each rounding error is made up for by the columns not yet rounded, as the inputs' second moments say (`fewbits.feedback`).
+
+The Hessian is aware of the attention sink (`WeightStatistics.hessian`). How much of a diagonal to add to it (damping) decides between
+fitting the samples and being ready for others: each amount is fitted to one half of the samples and judged on the other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from fewbits import feedback, holdout, kernels
+from fewbits.errors import InputError
+from fewbits.methods import Outcome, rtn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.calibration.statistics import Kind, WeightStatistics
+    from fewbits.formats import Format
+
+DAMPINGS = (0.003, 0.01, 0.03, 0.1, 0.3)
+TRIAL_WEIGHTS = 1 << 16  # rows are alike in how they take damping: some of them decide
+
+
+class Gptq:
+    needs_statistics = True
+
+    def __init__(self, kind: Kind = "aware") -> None:
+        self.kind = kind
+
+    def quantize(self, w: Tensor, fmt: Format, statistics: WeightStatistics | None = None) -> Outcome:
+        if fmt.levels is None:
+            return rtn.METHOD.quantize(w, fmt)  # a cast has no codes to choose
+        if statistics is None or not statistics.has_hessian:
+            raise InputError("gptq needs second moments of the inputs", "calibrate with Hessians, or use `--method rtn`")
+        return solve(w, fmt, statistics, choose_damping(w, fmt, statistics, self.kind), {}, self.kind)
+
+
+def solve(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: float, damage: dict[str, float], kind: Kind = "aware") -> Outcome:
+    """On all the samples, with this damping. Where no Hessian is to be had, a search with importance, and a note that says so."""
+    try:
+        solved = feedback.solve(w, fmt, statistics.hessian(kind=kind), damping=damping)
+    except feedback.Singular as failure:
+        note = f"no error feedback: {failure.args[0]}"
+        return Outcome(rtn.METHOD.quantize(w, fmt, statistics).parts, "rtn", None, damage, (note,))
+    return Outcome(kernels.pack(fmt, solved.codes, solved.grid), "gptq", solved.damping, damage, solved.notes)
+
+
+def choose_damping(w: Tensor, fmt: Format, statistics: WeightStatistics, kind: Kind = "aware") -> float:
+    """The amount that does least damage on the other half of the samples.
+
+    Scales are fitted once in these trials, not block by block: it takes a sixth of the time, and the best amount is within 2 % of
+    the damage that the best one would do (nine weights of the embedded model).
+    """
+    rows, hessian = holdout.some_rows(w, TRIAL_WEIGHTS), statistics.hessian(0, kind)
+    tried: dict[float, float] = {}
+    for damping in DAMPINGS:
+        try:
+            solved = feedback.solve(w[rows], fmt, hessian, damping=damping, order="columns", passes=0, refits=0)
+        except feedback.Singular:
+            continue
+        tried[damping] = holdout.damage(w[rows], fmt, solved.codes, solved.grid, statistics, rows)
+    return min(tried, key=lambda damping: tried[damping], default=DAMPINGS[-1])
+
+
+def damage_on_other_half(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: float) -> float:
+    rows = holdout.some_rows(w, TRIAL_WEIGHTS)
+    try:
+        solved = feedback.solve(w[rows], fmt, statistics.hessian(0), damping=damping)
+    except feedback.Singular:
+        return math.inf
+    return holdout.damage(w[rows], fmt, solved.codes, solved.grid, statistics, rows)
+
+
+METHOD = Gptq()

@@ -1,0 +1,163 @@
+"""What happens before codes are chosen: text is drawn and split, statistics are taken, channels rescaled, activations given scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fewbits import calibration, embedded, formats, methods, planning, texts
+from fewbits.calibration import Paths, storing
+from fewbits.calibration.coverage import Coverage, coverage
+from fewbits.calibration.data import documents
+from fewbits.calibration.importance_matrix import ImportanceMatrix
+from fewbits.calibration.storing import Statistics
+from fewbits.errors import InputError
+
+if TYPE_CHECKING:
+    from fewbits.calibration.data import Samples
+    from fewbits.calibration.statistics import WeightStatistics
+    from fewbits.model import Model
+    from fewbits.planning import Plan
+    from fewbits.progress import Progress
+    from fewbits.rewrites import Rewrite
+
+REWRITES = ("none", "auto", "awq", "smoothquant")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Samples to calibrate with (None: nothing to calibrate) and windows to judge on: never the same text."""
+
+    samples: Samples | None
+    windows: list[texts.Window]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    model: Model  # with its channels rescaled, if that was asked for
+    plan: Plan  # with the scales of static activations
+    statistics: Rescaled | Statistics | ImportanceMatrix | None
+    coverage: Coverage | None
+    rewrites: tuple[dict[str, object], ...] = ()  # every place where channels could be rescaled, and what it did
+
+
+@dataclass(frozen=True)
+class Rescaled:
+    """Statistics of a rewritten model, without running it: those of the original, rescaled."""
+
+    original: Statistics
+    rewrite: Rewrite
+
+    def of(self, weight: str) -> WeightStatistics:
+        from fewbits import rewrites
+
+        return rewrites.rewritten(self.original.of(weight), weight, self.rewrite)
+
+
+def needs_calibration(plan: Plan, rewrite: str) -> bool:
+    return rewrite != "none" or _needs_ranges(plan) or any(methods.get(entry.method).needs_statistics for entry in plan.entries)
+
+
+def split(source: Model, data: Paths, held_out: Paths, samples: int, length: int | Literal["data"] | None, seed: int, tokens: int) -> Text:
+    """`samples` 0: nothing is calibrated. Without text to judge on, a part of the data is set aside for it."""
+    if held_out or not data:
+        windows = held_out_windows(source, held_out, None if length == "data" else length, tokens)
+        return Text(calibration.draw(source, data, samples, length, seed) if samples else None, windows)
+    wanted = max(1, tokens // (texts.window_length(source.config, None if length == "data" else length) - 1))
+    drawn = calibration.draw(source, data, samples + wanted, length, seed)
+    windows = [list(ids) for ids in drawn.ids]
+    if not samples:
+        return Text(None, windows[:wanted])
+    if len(windows) < 2:
+        raise InputError("the data gives a single sample", "give more text with `--data`, or other text with `--held-out`")
+    aside = max(1, min(wanted, len(windows) // 4))
+    return Text(replace(drawn, ids=drawn.ids[aside:], sources=drawn.sources[aside:]), windows[:aside])
+
+
+def held_out_windows(source: Model, data: Paths, length: int | None, tokens: int) -> list[texts.Window]:
+    if not data:
+        text = embedded.verification_text()
+    else:
+        text = "\n\n".join(document.text for document in documents(calibration.listed(data), source.tokenizer))
+    return texts.windows(text, source.tokenizer, texts.window_length(source.config, length), tokens)
+
+
+def prepare(
+    source: Model, plan: Plan, text: Text, *, stats: str | Path | None, rewrite: str, memory: int, work: Path, progress: Progress[Any]
+) -> Prepared:
+    seen = coverage(text.samples, source.tokenizer, text.windows) if text.samples else None
+    statistics = _statistics(source, stats, text.samples, memory, work / "statistics", progress)
+    name = _rewrite(rewrite, plan)
+    rows: Sequence[Any] = ()
+    model = source
+    known: Rescaled | Statistics | ImportanceMatrix | None = statistics
+    if name != "none":
+        from fewbits import rewrites
+
+        if not isinstance(statistics, Statistics):
+            raise InputError(f"{name} needs statistics of every input", "calibrate with `--data`, or leave `--rewrite` out")
+        per: Literal["token", "tensor"] = "tensor" if any(a.static for a in plan.activations.values()) else "token"
+        found, rows = rewrites.find_all(
+            source, name, statistics.of, lambda weight: formats.get(plan[weight].format), progress, activations=per
+        )
+        model = source.rewritten(found)
+        known = Rescaled(statistics, found)
+    if _needs_ranges(plan):
+        seen_by = statistics
+        if model is not source:  # a histogram cannot be rescaled channel by channel: the rewritten model is run once more
+            if text.samples is None:
+                raise InputError("static activations after a rewrite need text to run", "give `--data` instead of `--stats`")
+            seen_by = calibration.collect(
+                model, text.samples, work / "ranges", hessians=False, gradients=False, memory=memory, progress=progress
+            )
+        plan = _ranged(plan, seen_by)
+    return Prepared(model, plan, known, seen, tuple(asdict(row) for row in rows))
+
+
+def _rewrite(asked: str, plan: Plan) -> Any:
+    if asked not in REWRITES:
+        raise InputError(f"no rewrite is named `{asked}`", f"known rewrites: {', '.join(REWRITES)}")
+    if asked != "auto":
+        return asked
+    return "smoothquant" if any(a.format == "int8" for a in plan.activations.values()) else "none"
+
+
+def _statistics(
+    source: Model, stats: str | Path | None, drawn: Samples | None, memory: int, folder: Path, progress: Progress[Any]
+) -> Statistics | ImportanceMatrix | None:
+    """Those given (a folder, or llama.cpp's importance matrix), those of an earlier run over the same model and text, or new ones."""
+    if stats is not None and Path(stats).is_file():
+        return ImportanceMatrix(Path(stats), source)
+    if stats is not None:
+        found = Statistics(Path(stats))
+        if found.model_sha256 != source.fingerprint:
+            raise InputError(f"`{stats}` holds statistics of another model", "calibrate this one: leave `--stats` out")
+        return found
+    if drawn is None:
+        return None
+    if (folder / storing.ABOUT).is_file():
+        found = Statistics(folder)
+        if found.model_sha256 == source.fingerprint and [run["data_sha256"] for run in found.about["runs"]] == [drawn.digest]:
+            return found
+    return calibration.collect(source, drawn, folder, memory=memory, progress=progress)
+
+
+def _needs_ranges(plan: Plan) -> bool:
+    return any(activation.static and activation.scale is None for activation in plan.activations.values())
+
+
+def _ranged(plan: Plan, statistics: Statistics | ImportanceMatrix | None) -> Plan:
+    """The same plan with every static activation's scale, estimated from the histogram of its input."""
+    from fewbits import ranges
+
+    if not isinstance(statistics, Statistics):
+        raise InputError("static activations need the inputs' histograms", "calibrate with `--data`, or use dynamic ones")
+    chosen = {}
+    for name, activation in plan.activations.items():
+        if activation.static and activation.range:
+            levels = ranges.LEVELS[activation.format if activation.symmetric else f"{activation.format}_asymmetric"]
+            found = statistics.input(name).range(activation.range, levels)
+            chosen[name] = activation.calibrated(found.low, found.high)
+    return planning.with_activations(plan, chosen)

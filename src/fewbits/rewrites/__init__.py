@@ -1,0 +1,110 @@
+"""Rewrites: the same function in numbers that round better. They run before anything is measured or quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from fewbits.blocks import Blocks
+from fewbits.errors import InputError
+from fewbits.rewrites import awq, folding, smoothquant
+from fewbits.rewrites.folding import Findings, Fold
+from fewbits.rewrites.rescaling import Rewrite, RewrittenModel, rewritten
+
+if TYPE_CHECKING:
+    from fewbits.calibration.statistics import WeightStatistics
+    from fewbits.formats import Format
+    from fewbits.model import Model, Weight
+    from fewbits.progress import Progress
+    from fewbits.rewrites.candidates import Found
+    from fewbits.rewrites.smoothquant import Activations
+
+    Statistics = Mapping[str, WeightStatistics] | Callable[[str], WeightStatistics]
+
+__all__ = ["Fold", "Rewrite", "RewrittenModel", "Row", "find_all", "rewritten"]
+
+Name = Literal["awq", "smoothquant"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fold in the report. Errors are on the half of the samples that the factors were not fitted to."""
+
+    producer: str
+    consumers: tuple[str, ...] = ()
+    parameter: float | None = None  # a of AWQ, alpha of SmoothQuant; None: left as it is
+    before: float = 0.0
+    after: float = 0.0
+    reason: str = ""  # why it was left as it is
+
+
+def find_all(
+    model: Model,
+    name: Name,
+    statistics: Statistics,
+    formats: Callable[[str], Format],
+    progress: Progress[Findings],
+    activations: Activations = "token",
+) -> tuple[Rewrite, list[Row]]:
+    """Block by block: the folds that the graph allows, and for each the factors that lower the error on held-out samples.
+
+    `formats`: what each weight will be stored in.
+    """
+    if name not in ("awq", "smoothquant"):
+        raise InputError(f"no rewrite is named `{name}`", "known rewrites: awq, smoothquant")
+    blocks = Blocks(model)
+    by_name = {weight.name: weight for weight in model.weights}
+    whole, rows = Rewrite(), []
+    for findings in progress(_walk(blocks), len(blocks) + 1, name):
+        rows += [Row(producer, reason=reason) for producer, reason in findings.refused]
+        for fold in findings.folds:
+            stats = {consumer: its for consumer in fold.consumers if (its := _of(statistics, consumer)) is not None}
+            if len(stats) < len(fold.consumers):
+                rows.append(Row(fold.producer, fold.consumers, reason="no statistics for all of its readers"))
+                continue
+            if any(formats(consumer).levels is None for consumer in fold.consumers):
+                rows.append(Row(fold.producer, fold.consumers, reason="a reader is kept in float"))
+                continue
+            if name == "awq":
+                own = _of(statistics, fold.producer) if fold.producer in by_name else None  # a norm has none
+                found = _awq(model, fold, by_name, stats, own, formats, whole)
+            else:
+                matrices = {each: whole.matrix(by_name[each], model.load(by_name[each])) for each in fold.consumers}
+                seen = {each: rewritten(stats[each], each, whole) for each in fold.consumers}
+                kept = {each: formats(each) for each in fold.consumers}
+                found = smoothquant.search(fold, seen, matrices, kept, activations)
+            if found.parameter is None:
+                rows.append(Row(fold.producer, fold.consumers, None, found.before, found.after, "nothing was better on held-out samples"))
+            else:
+                rows.append(Row(fold.producer, fold.consumers, found.parameter, found.before, found.after))
+                whole = whole.then(Rewrite.of(fold, found.columns))
+    return whole, rows
+
+
+def _awq(
+    model: Model,
+    fold: Fold,
+    by_name: Mapping[str, Weight],
+    stats: Mapping[str, WeightStatistics],
+    producer_stats: WeightStatistics | None,
+    formats: Callable[[str], Format],
+    so_far: Rewrite,
+) -> Found:
+    def rounded(name: str, its: WeightStatistics) -> awq.Rounded:
+        return awq.Rounded(by_name[name], model.load(by_name[name]), formats(name), its)
+
+    producer = None
+    if producer_stats is not None and formats(fold.producer).levels is not None:
+        producer = rounded(fold.producer, producer_stats)
+    return awq.search(fold, {name: rounded(name, its) for name, its in stats.items()}, producer, so_far)
+
+
+def _walk(blocks: Blocks) -> Iterator[Findings]:
+    for index in range(len(blocks)):
+        yield folding.trace(blocks, index)
+    yield folding.trace_outer(blocks)
+
+
+def _of(statistics: Statistics, name: str) -> WeightStatistics | None:
+    return statistics(name) if callable(statistics) else statistics.get(name)
