@@ -138,11 +138,14 @@ def write(model: Model, plan: Plan, path: Path, quantized: Stream) -> Artifact:
             if sum(tensor.nbytes for tensor in held.values()) >= _SHARD_BYTES:
                 flush()
 
+        corrected: dict[str, Tensor] = {}
         for weight, outcome in quantized:
             hold({f"{weight.name}.{part}": tensor for part, tensor in outcome.parts.items()})
-            how[weight.name] = {key: value for key, value in vars(outcome).items() if key != "parts" and value}
+            how[weight.name] = {key: value for key, value in vars(outcome).items() if key not in {"parts", "bias"} and value}
+            if outcome.bias is not None:
+                corrected[f"{weight.name}.bias"] = outcome.bias
         for name in model.rest:
-            hold({name: model.tensor(name)})
+            hold({name: corrected[name] if name in corrected else model.tensor(name)})
         if held:
             flush()
         provenance = Provenance(model.path.name, model.fingerprint, version("fewbits"))

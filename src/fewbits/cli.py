@@ -81,6 +81,9 @@ def quantize(
     rewrite: Annotated[
         str, typer.Option("--rewrite", help="Rescale channels first, leaving the function as it is: none, auto, awq or smoothquant.")
     ] = "none",
+    tune: Annotated[
+        int, typer.Option("--tune", min=0, help="Then tune scales on each block's output for so many steps; 200 is usual.")
+    ] = 0,
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Take each block's statistics after the blocks before it were quantized.")
     ] = False,
@@ -107,7 +110,7 @@ def quantize(
     result = run(
         model, out, to=to, format=format, plan=plan, override=override or (), method=method, data=data or (), held_out=held_out or (),
         stats=stats, samples=samples, seed=seed,
-        rewrite=rewrite, sequential=sequential, activations=activations, kv=kv, memory=_bytes(memory),
+        rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv, memory=_bytes(memory),
         max_kl=max_kl,
         min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, length=length, tokens=tokens,
         no_verify=no_verify, offline=offline,
@@ -308,10 +311,12 @@ app.add_typer(bench, name="bench")
 @bench.command()
 def quality(
     model: ModelArg,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for files and measurements: a run that was stopped goes on from it.")],
     data: Calibration = None,
     held_out: HeldOut = None,
     stats: Annotated[Path | None, typer.Option("--stats", help="Statistics that `fewbits calibrate` wrote, instead of new ones.")] = None,
     formats: Annotated[str, typer.Option("--formats", help="GGUF formats, with commas.")] = "q4_0,q4_1,q5_0,iq4_nl",
+    guard: Annotated[str, typer.Option("--guard", help="Of these, the ones to make with the plain Hessian too.")] = "q4_0",
     samples: Samples = 64,
     tokens: Tokens = 40960,
     method: Annotated[str, typer.Option("--method", help="Ours: auto, gptq or rtn.")] = "auto",
@@ -323,8 +328,9 @@ def quality(
     from fewbits.reporting import terminal
 
     result = run(
-        model, data=data or (), held_out=held_out or (), stats=stats, names=formats.split(","), samples=samples, tokens=tokens,
-        method=method, keep=() if whole else ("embed|wte=keep",), progress=_progress(as_json, False),
+        model, out, data=data or (), held_out=held_out or (), stats=stats, names=formats.split(","),
+        guard=guard.split(","), samples=samples, tokens=tokens, method=method,
+        keep=() if whole else ("embed|wte|lm_head=keep",), progress=_progress(as_json, False),
     )  # fmt: skip
     if as_json:
         _show(result.to_dict())

@@ -1,4 +1,4 @@
-"""The whole way on the embedded model, with no arguments: quantize, write, run in two real runtimes, judge."""
+"""The whole way on the embedded model, with no arguments: calibrate, quantize, write, run in two real runtimes, judge."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fewbits import artifact as artifacts
-from fewbits import embedded, formats, model, pipeline, planning, preparation, runtimes, targets, verification
+from fewbits import calibration, embedded, formats, model, pipeline, planning, preparation, runtimes, targets, verification
 from fewbits.artifact import Artifact
 from fewbits.crosscheck import CrossCheck, crosscheck
 from fewbits.errors import InputError, MissingError
@@ -31,6 +31,7 @@ _ROWS = (
     ("q3_k", "gguf"),
 )
 _CROSSCHECK_WINDOWS = 8
+_SAMPLES = 48  # to calibrate with: 24,576 tokens
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,15 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
     made: dict[tuple[str, str], tuple[Path, Plan, Artifact]] = {}
     sessions: dict[str, runtimes.Session] = {}
     with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
+        samples = calibration.draw(source, (), _SAMPLES, None, 0)
+        statistics = calibration.collect(source, samples, Path(scratch) / "statistics", progress=progress)
         for fmt, to in progress(rows, len(rows), "quantizing and writing"):
             target = targets.get(to)
             label = fmt or "float"
-            plan = planning.uniform(source.weights, target, formats.get(fmt)) if fmt else planning.kept(source.weights, target)
-            artifact = artifacts.quantize(source, plan, Path(scratch) / f"{label}-{to}", silent)
+            plan = planning.kept(source.weights, target)
+            if fmt:
+                plan = planning.uniform(source.weights, target, formats.get(fmt), method="auto")
+            artifact = artifacts.quantize(source, plan, Path(scratch) / f"{label}-{to}", silent, statistics)
             path = pipeline.export(artifact, folder / f"{label}{Path(target.file_name).suffix}", to=to)
             made[label, to] = (path, plan, artifact)
             sessions[f"{label}-{to}"] = opened.enter_context(closing(_runtime(to).open(path, length)))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fewbits import formats, kernels, methods
+from fewbits.methods import Outcome
+from fewbits.rewrites.bias import corrected_bias
 
 if TYPE_CHECKING:
+    from fewbits.artifact import Artifact
     from fewbits.calibration.statistics import WeightStatistics
-    from fewbits.methods import Outcome
     from fewbits.model import Model, Weight
     from fewbits.planning import Plan
     from fewbits.progress import Progress
@@ -54,6 +57,33 @@ def sequential(
             walk.advance(index, decoded)
 
 
+class Stored(Mapping[str, Outcome]):
+    """What an artifact holds, as it was chosen; a weight's parts are read when asked for."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self._artifact = artifact
+        self._weights = {weight.name: weight for weight in artifact.weights}
+
+    def __getitem__(self, name: str) -> Outcome:
+        how: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in self._artifact.outcomes[name].items()
+        }
+        bias = f"{name}.bias"
+        own = self._artifact.tensor(bias) if bias in self._artifact.rest else None
+        return Outcome(self._artifact.parts(self._weights[name]), **how, bias=own)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
 def _quantized(model: Model, plan: Plan, weight: Weight, known: WeightStatistics | None) -> Outcome:
-    entry = plan[weight.name]
-    return methods.get(entry.method).quantize(model.load(weight), formats.get(entry.format), known)
+    entry, fmt, w = plan[weight.name], formats.get(plan[weight.name].format), model.load(weight)
+    outcome = methods.get(entry.method).quantize(w, fmt, known)
+    name = f"{weight.name}.bias"
+    if fmt.levels is None or known is None or known.input is None or not known.input.count.sum() or name not in model.rest:
+        return outcome
+    decoded = kernels.decode(fmt, outcome.parts, weight.shape)
+    return replace(outcome, bias=corrected_bias(model.tensor(name), w, decoded, known.input.later_mean()))

@@ -73,6 +73,7 @@ def quantize(
     seed: int = 0,
     rewrite: str = "none",
     sequential: bool = False,
+    tune: int = 0,
     activations: str = "none",
     kv: str | None = None,
     memory: int = calibration.MEMORY,
@@ -98,15 +99,18 @@ def quantize(
     if path.exists() and path.samefile(source.path):
         raise InputError(f"`{path}` is the model itself", "choose another `-o`")
     made = make_plan(source, target, format, plan, [override] if isinstance(override, str) else override, method, activations, kv)
-    calibrates = stats is None and preparation.needs_calibration(made, rewrite)
-    text = preparation.split(source, data, held_out, samples if calibrates else 0, length, seed, tokens)
+    runs_text = sequential or tune > 0 or (stats is None and preparation.needs_calibration(made, rewrite))
+    text = preparation.split(source, data, held_out, samples if runs_text else 0, length, seed, tokens)
     if not no_verify:
         runtimes.needed(runtimes.get(target.runtime))
     work = path.with_name(f"{path.name}.work")
     with Staged(path, target.marker) as staged:
         ready = preparation.prepare(source, made, text, stats=stats, rewrite=rewrite, memory=memory, work=work, progress=progress)
         stream = _stream(ready, text, sequential, memory, progress)
-        artifact = artifacts.write(ready.model, ready.plan, work / "artifact", stream)
+        artifact = artifacts.write(ready.model, ready.plan, work / ("untuned" if tune else "artifact"), stream)
+        if tune:
+            stream = _tuned(ready, text, artifact, tune, memory, progress)
+            artifact = artifacts.write(ready.model, ready.plan, work / "artifact", stream)
         target.write(artifact, staged, progress)
     verdict = None if no_verify else _verify(path, source, text.windows, runtimes.get(target.runtime), limits, True, progress)
     result = Quantized(path, work / "artifact", ready.plan, verdict, ready.coverage, artifact.outcomes, ready.rewrites)
@@ -118,9 +122,16 @@ def quantize(
 def _stream(ready: Prepared, text: Text, sequential: bool, memory: int, progress: Progress[Any]) -> outcomes.Stream:
     if not sequential:
         return outcomes.independent(ready.model, ready.plan, ready.statistics, progress)
-    if ready.statistics is None or text.samples is None:
-        raise InputError("sequential quantization runs text through the model", "use `--method auto` or gptq, and leave `--stats` out")
+    assert ready.statistics is not None and text.samples is not None, "text was drawn for it"
     return outcomes.sequential(ready.model, ready.plan, ready.statistics, text.samples.ids, memory, progress)
+
+
+def _tuned(ready: Prepared, text: Text, untuned: Artifact, steps: int, memory: int, progress: Progress[Any]) -> outcomes.Stream:
+    from fewbits import tuning
+
+    assert text.samples is not None, "text was drawn for it"
+    known = outcomes.Stored(untuned)
+    return tuning.tuned_outcomes(ready.model, ready.plan, text.samples.ids, known, memory, steps, progress, untuned.path.parent)
 
 
 def make_plan(

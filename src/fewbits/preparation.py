@@ -73,7 +73,8 @@ def split(source: Model, data: Paths, held_out: Paths, samples: int, length: int
     if len(windows) < 2:
         raise InputError("the data gives a single sample", "give more text with `--data`, or other text with `--held-out`")
     aside = max(1, min(wanted, len(windows) // 4))
-    return Text(replace(drawn, ids=drawn.ids[aside:], sources=drawn.sources[aside:]), windows[:aside])
+    some = slice(aside, aside + samples)
+    return Text(replace(drawn, ids=drawn.ids[some], sources=drawn.sources[some]), windows[:aside])
 
 
 def held_out_windows(source: Model, data: Paths, length: int | None, tokens: int) -> list[texts.Window]:

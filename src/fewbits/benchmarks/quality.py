@@ -7,8 +7,9 @@ calibration did not see; differences are judged in pairs, position by position, 
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,21 +21,27 @@ import torch
 from fewbits import artifact as artifacts
 from fewbits import calibration, formats, methods, model, pipeline, planning, preparation, runtimes, targets, verification
 from fewbits.benchmarks import ggml
+from fewbits.calibration import storing
 from fewbits.calibration.storing import Statistics
+from fewbits.errors import InputError
+from fewbits.files import Staged
 from fewbits.methods import Outcome
 from fewbits.methods.gptq import Gptq
 from fewbits.progress import silent
 from fewbits.runtimes import torch as torch_runtime
+from fewbits.verification import Measured
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
     from fewbits.model import Model, Weight
     from fewbits.planning import Plan
     from fewbits.progress import Progress
-    from fewbits.verification import Measured
+    from fewbits.runtimes import Session
+    from fewbits.texts import Window
 
+_PART = 8  # windows measured between two writes
 FORMATS = ("q4_0", "q4_1", "q5_0", "iq4_nl")
-PEER, OURS, PLAIN = "ggml + imatrix", "fewbits", "plain Hessian"
+PEER, OURS, PLAIN, _ROUNDING = "ggml + imatrix", "fewbits", "plain Hessian", "rounding"
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,18 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Quality:
-    model: str
+class OnText:
+    text: str
     tokens: int
     kl_floor: float  # the float file in llama.cpp
     kl_q8_0: float  # what 8-bit activations and weights cost there
     rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Quality:
+    model: str
+    texts: tuple[OnText, ...]
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -66,45 +79,91 @@ class Quality:
 
 def quality(
     name: str | Path,
+    work: str | Path,
     *,
     data: calibration.Paths = (),
-    held_out: calibration.Paths = (),
+    held_out: Sequence[str | Path] = (),
     stats: str | Path | None = None,
     names: Sequence[str] = FORMATS,
+    guard: Sequence[str] = ("q4_0",),
     samples: int = 64,
     tokens: int = 40_960,
     method: str = "auto",
-    keep: Sequence[str] = ("embed=keep",),
+    keep: Sequence[str] = (),
     progress: Progress[Any] = silent,
 ) -> Quality:
-    source = model.open(name)
+    """On each of the held-out texts, with the same files. `guard`: formats that are also made with the plain Hessian.
+
+    This takes an hour on a model of 135 million weights: files and measurements are kept in `work`, and found again.
+    """
+    source, folder = model.open(name), Path(work)
     target, judge = targets.get("gguf"), runtimes.needed(runtimes.get("llama.cpp"))
-    windows = preparation.held_out_windows(source, held_out, None, tokens)
-    length = len(windows[0])
-    with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
-        folder = Path(scratch)
-        statistics = Statistics(Path(stats)) if stats else _calibrate(source, data, samples, folder / "statistics", progress)
-        files = {("floor", ""): pipeline.float_file(source, target, folder, progress)}
-        wanted: list[tuple[str, str]] = [("q8_0", "plain"), *((fmt, maker) for fmt in names for maker in (PEER, OURS, PLAIN))]
-        bits = {}
-        for fmt, maker in wanted:
-            plan = planning.uniform(source.weights, target, formats.get(fmt), keep, method if maker == OURS else "rtn")
-            made = _made(source, plan, statistics, maker, folder / f"{fmt}-{maker}", progress)
-            files[fmt, maker] = pipeline.export(made, folder / f"{fmt}-{maker}.gguf")
-            bits[fmt, maker] = plan.bits_per_weight
-        sessions = {f"{f}/{m}": opened.enter_context(closing(judge.open(path, length))) for (f, m), path in files.items()}
-        found = verification.measure(torch_runtime.of_module(source.module()), sessions, windows, progress)
-    rows = [_row(fmt, maker, bits[fmt, maker], found[f"{fmt}/{maker}"], found[f"{fmt}/{PEER}"]) for fmt, maker in wanted[1:]]
-    floor, eight = (float(np.mean(found[key].kl)) for key in ("floor/", "q8_0/plain"))
-    return Quality(Path(name).name, len(found["floor/"].kl), floor, eight, tuple(rows))
+    windows = {Path(text).name: preparation.held_out_windows(source, text, None, tokens) for text in held_out}
+    windows = windows or {"embedded": preparation.held_out_windows(source, (), None, tokens)}
+    statistics = Statistics(Path(stats)) if stats else _calibrate(source, data, samples, folder / "statistics", progress)
+    settings = {"model": source.fingerprint, "runs": statistics.about["runs"], "method": method, "keep": list(keep)}
+    _same_settings(folder, settings)
+    wanted: list[tuple[str, str]] = [("q8_0", _ROUNDING)]
+    wanted += [(fmt, maker) for fmt in names for maker in (PEER, OURS, PLAIN) if maker != PLAIN or fmt in guard]
+    files, bits = {"floor": folder / target.file_name}, {}
+    if not files["floor"].is_file():
+        pipeline.float_file(source, target, folder, progress)
+    for fmt, maker in wanted:
+        plan = planning.uniform(source.weights, target, formats.get(fmt), keep, method if maker == OURS else "rtn")
+        path = files[f"{fmt} {maker}"] = folder / f"{fmt}-{maker}.gguf"
+        bits[fmt] = plan.bits_per_weight
+        if not path.is_file():
+            pipeline.export(_made(source, plan, statistics, maker, folder / f"{fmt}-{maker}", progress), path)
+    reference = torch_runtime.of_module(source.module())
+    judged = []
+    with ExitStack() as opened:
+        length = max(len(each[0]) for each in windows.values())
+        sessions = {key: opened.enter_context(closing(judge.open(path, length))) for key, path in files.items()}
+        for text, each in windows.items():
+            found = _measured(reference, sessions, each, folder / "measured" / text, progress)
+            rows = [_row(fmt, maker, bits[fmt], found[f"{fmt} {maker}"], found[f"{fmt} {PEER}"]) for fmt, maker in wanted[1:]]
+            floor, eight = (float(np.mean(found[key].kl)) for key in ("floor", f"q8_0 {_ROUNDING}"))
+            judged.append(OnText(text, len(found["floor"].kl), floor, eight, tuple(rows)))
+    return Quality(source.path.name, tuple(judged))
 
 
 def _calibrate(source: Model, data: calibration.Paths, samples: int, folder: Path, progress: Progress[Any]) -> Statistics:
+    if (folder / storing.ABOUT).is_file():
+        return Statistics(folder)
     return calibration.collect(source, calibration.draw(source, data, samples, None, 0), folder, progress=progress)
 
 
+def _same_settings(folder: Path, settings: dict[str, Any]) -> None:
+    path = folder / "settings.json"
+    if path.is_file() and json.loads(path.read_text()) != settings:
+        raise InputError(f"`{folder}` holds a benchmark with other settings", "choose another `-o`, or remove it first")
+    with Staged(path) as staged:
+        staged.write_text(json.dumps(settings, indent=1))
+
+
+def _measured(
+    reference: Session, sessions: Mapping[str, Session], windows: Sequence[Window], folder: Path, progress: Progress[Any]
+) -> dict[str, Measured]:
+    """A few windows at a time, each part kept in a file of its own."""
+    whole = {key: Measured() for key in sessions}
+    starts = range(0, len(windows), _PART)
+    for start in progress(starts, len(starts), "running in llama.cpp"):
+        part = windows[start : start + _PART]
+        name = hashlib.sha256(str(part).encode()).hexdigest()[:16]
+        files = {key: folder / key / f"{name}.json" for key in sessions}
+        missing = {key: session for key, session in sessions.items() if not files[key].is_file()}
+        for key, measured in (verification.measure(reference, missing, part, silent) if missing else {}).items():
+            with Staged(files[key]) as staged:
+                staged.write_text(json.dumps(vars(measured)))
+        for key, path in files.items():
+            found = json.loads(path.read_text())
+            for field in ("kl", "nll", "nll_base", "agrees"):
+                getattr(whole[key], field).extend(found[field])
+    return whole
+
+
 def _made(source: Model, plan: Plan, statistics: Statistics, maker: str, folder: Path, progress: Progress[Weight]) -> Artifact:
-    if maker == OURS or maker == "plain":
+    if maker in (OURS, _ROUNDING):
         return artifacts.quantize(source, plan, folder, progress, statistics if maker == OURS else None)
 
     def each() -> Iterator[tuple[Weight, Outcome]]:

@@ -62,6 +62,10 @@ class InputStatistics:
         total = _of(self.total, half) + self.firsts(half).double().sum(0)
         return (total / max(1, self.tokens(half))).float()
 
+    def later_mean(self) -> Tensor:
+        """Over positions after the first, whose massive activations are not what a bias should follow."""
+        return (self.total.sum(0) / self.count.sum().clamp(min=1)).float()
+
     def mean_square(self, half: Half = None, first: float = 1.0, rest: float = 1.0) -> Tensor:
         """Per channel. With every position alike, what llama.cpp calls an importance matrix."""
         square = _of(self.square, half) * rest + self.firsts(half).double().square().sum(0) * first
@@ -103,6 +107,10 @@ class WeightStatistics:
     fisher_square: Tensor | None = None  # (2, cols) float64: sum of w_t x^2, w_t the mean over outputs of g_t^2
     fisher: Tensor | None = None  # (2, cols, cols) float32: sum of w_t x_t x_t^T
     lookup: Lookup | None = None  # an embedding's other role
+
+    @property
+    def has_importance(self) -> bool:
+        return self.input is not None or (self.lookup is not None and self.lookup.square is not None)
 
     @property
     def has_hessian(self) -> bool:

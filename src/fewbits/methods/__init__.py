@@ -25,6 +25,7 @@ class Outcome:
     damping: float | None = None
     damage: dict[str, float] = field(default_factory=dict)  # by candidate, on the half of the samples that it was not fitted to
     notes: tuple[str, ...] = ()  # what a person should know: a Hessian that could not be used, a fallback
+    bias: Tensor | None = None  # the weight's own, corrected for the mean of the rounding errors; None: as it was
 
 
 class Method(Protocol):

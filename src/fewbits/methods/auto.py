@@ -22,7 +22,7 @@ class Auto:
     needs_statistics = True
 
     def quantize(self, w: Tensor, fmt: Format, statistics: WeightStatistics | None = None) -> Outcome:
-        if fmt.levels is None or statistics is None:
+        if fmt.levels is None or statistics is None or not statistics.has_importance:
             return rtn.METHOD.quantize(w, fmt, statistics)
         rows = holdout.some_rows(w, gptq.TRIAL_WEIGHTS)
         damage = {}

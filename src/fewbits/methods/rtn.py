@@ -26,7 +26,8 @@ class Rtn:
     needs_statistics = False
 
     def quantize(self, w: Tensor, fmt: Format, statistics: WeightStatistics | None = None, half: Half = None) -> Outcome:
-        return Outcome(quantize(w, fmt, statistics.importance(half) if statistics else None), "rtn")
+        known = statistics is not None and statistics.has_importance
+        return Outcome(quantize(w, fmt, statistics.importance(half) if statistics and known else None), "rtn")
 
 
 METHOD = Rtn()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fewbits.range_comparison import RangeComparison
     from fewbits.verification import Verdict
 
+_NOTES = 8  # the first ones; the rest is in results.json
+
 console = Console(stderr=True, highlight=False)
 
 
@@ -74,9 +76,11 @@ def outcomes(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
     if chosen:
         methods = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
         console.print(f"codes: {methods}; predicted KL on held-out samples {chosen:.5f}, by plain rounding {rounding:.5f}")
-    for weight, row in outcomes.items():
-        for text in row.get("notes", ()):
-            note(f"{weight}: {text}")
+    told = [(weight, text) for weight, row in outcomes.items() for text in row.get("notes", ())]
+    for weight, text in told[:_NOTES]:
+        note(f"{weight}: {text}")
+    if len(told) > _NOTES:
+        note(f"and {len(told) - _NOTES} notes more, in results.json")
 
 
 def warnings(messages: Iterable[str]) -> None:
@@ -235,14 +239,15 @@ def kv_comparison(result: KvComparison) -> None:
 
 
 def quality(result: Quality) -> None:
-    floors = f"KL floor {result.kl_floor:.1e} (float file), {result.kl_q8_0:.1e} (q8_0)"
-    console.print(f"[bold]{escape(result.model)}[/] in llama.cpp on {result.tokens:,} tokens; {floors}")
-    table = _table(None, ("format", "bits/w", "made by", "KL", "KL ratio", "95 %", "top-1", "perplexity ratio"))
-    for row in result.rows:
-        low, high = row.kl_ratio_ci95
-        numbers = (f"{row.kl:.4f}", f"{row.kl_ratio:.3f}", f"{low:.3f} .. {high:.3f}", f"{row.top1:.2%}", f"{row.ppl_ratio:.4f}")
-        table.add_row(row.format, f"{row.bits_per_weight:.3g}", row.maker, *numbers)
-    console.print(table)
+    for judged in result.texts:
+        where = f"[bold]{escape(result.model)}[/] in llama.cpp on {judged.tokens:,} tokens of {escape(judged.text)}"
+        console.print(f"{where}; KL floor {judged.kl_floor:.1e} (float file), {judged.kl_q8_0:.1e} (q8_0)")
+        table = _table(None, ("format", "bits/w", "made by", "KL", "KL ratio", "95 %", "top-1", "perplexity ratio"))
+        for row in judged.rows:
+            low, high = row.kl_ratio_ci95
+            numbers = (f"{row.kl:.4f}", f"{row.kl_ratio:.3f}", f"{low:.3f} .. {high:.3f}", f"{row.top1:.2%}", f"{row.ppl_ratio:.4f}")
+            table.add_row(row.format, f"{row.bits_per_weight:.3g}", row.maker, *numbers)
+        console.print(table)
 
 
 def cost(result: Cost) -> None:
