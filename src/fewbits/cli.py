@@ -105,8 +105,9 @@ def quantize(
     from fewbits.pipeline import size_of
     from fewbits.reporting import terminal
 
-    if not data and not (as_json or quiet):
-        _warn_about_default_text(model, "calibrated and judged" if method != "rtn" else "judged")
+    used = [what for what, own in (("calibrated", data or stats or method == "rtn"), ("judged", data or held_out)) if not own]
+    if used and not (as_json or quiet):
+        _warn_about_default_text(model, " and ".join(used))
     result = run(
         model, out, to=to, format=format, plan=plan, override=override or (), method=method, data=data or (), held_out=held_out or (),
         stats=stats, samples=samples, seed=seed,

@@ -2,7 +2,9 @@
 
 Each takes x (..., n): n weights under one scale, and an importance broadcastable to x (None: all alike), and
 minimises sum(importance * (x - decoded)^2). Trial scales come from where the largest weight may be put; each is refined by
-least squares for its own codes. `fewbits.fitting.superblocks` goes on from there where scales are themselves rounded to integers.
+least squares for its own codes. Where they can, native/fitting*.cc do the same operations in the same order, and so give the same
+bits: error feedback fits a few columns at a time, and torch would spend nearly all its time on being called.
+`fewbits.fitting.superblocks` goes on from there where scales are themselves rounded to integers.
 """
 
 from __future__ import annotations
@@ -10,14 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fewbits import kernels
 from fewbits.rounding import snap
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fewbits.formats import How
 
 Levels = tuple[float, ...]
@@ -104,6 +109,8 @@ def fit_scale(
     `ends` are the levels that the largest weight may be put at, the textbook one first. With both -8 and 7 the scale may
     turn out negative: that is how 4 symmetric bits get to use all 16 levels. With one end it never does.
     """
+    if store is float16_scale and (found := _native_scale(x, levels, ends, importance, how)) is not None:
+        return found
     groups = Groups(x, importance)
     peak = extreme(groups.x, 0)
     if len(ends) == 1:
@@ -145,12 +152,14 @@ def fit_scale_and_min(
     float16: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(scale, min), both >= 0, of x ~ scale * q - min with q in 0..top. With float16, as it keeps them, and min of any sign."""
+    if (found := _native_scale_and_min(x, top, importance, how, float16)) is not None:
+        return found
     groups, shape = Groups(x, importance), x.shape[:-1]
 
     def stored(scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
         return (float16_scale(scale), as_float16(minimum)) if float16 else (scale, minimum)
 
-    low, high = groups.x.amin(0), groups.x.amax(0)
+    low, high = groups.x.amin(0) + 0.0, groups.x.amax(0) + 0.0  # no negative zeros: which of two zeros is the least is chance
     if not float16:
         low, high = low.clamp(max=0), high.clamp(min=0)
     textbook = stored((high - low) / top, -low)
@@ -258,3 +267,75 @@ def _cells(levels: Levels) -> tuple[float, Tensor] | None:
         return None
     centres = (torch.arange(-half, half) + 0.5) / per_unit
     return per_unit, torch.tensor(ordered)[torch.bucketize(centres, torch.tensor(midpoints))]
+
+
+def _native_scale(x: Tensor, levels: Levels, ends: tuple[float, ...], importance: Tensor | None, how: How) -> Tensor | None:
+    """What `fit_scale` finds; None where it has to find it itself."""
+    cells = _cells(levels)
+    if (cells is None and not _are_integers(levels)) or (taken := _native_arrays(x, importance)) is None:
+        return None
+    isa, *arrays = taken
+    per_unit, table = (1.0, None) if cells is None else (cells[0], cells[1].numpy())
+    scale = torch.empty(x.shape[:-1])
+    places, around = _trials(levels, ends if how != "max" else ())
+    found = kernels.native().fit_scale(
+        isa,
+        *arrays,
+        table,
+        levels[0],
+        levels[-1],
+        per_unit,
+        ends[0],
+        len(ends) == 1,
+        places,
+        around,
+        how != "max",
+        scale.view(-1).numpy(),
+        torch.get_num_threads(),
+    )
+    return scale if found else None  # a weight is NaN: how far it spreads is torch's affair
+
+
+def _native_scale_and_min(x: Tensor, top: int, importance: Tensor | None, how: How, float16: bool) -> tuple[Tensor, Tensor] | None:
+    """What `fit_scale_and_min` finds; None where it has to find it itself."""
+    if (taken := _native_arrays(x, importance)) is None:
+        return None
+    isa, *arrays = taken
+    scale, minimum = torch.empty(x.shape[:-1]), torch.empty(x.shape[:-1])
+    into, threads = (scale.view(-1).numpy(), minimum.view(-1).numpy()), torch.get_num_threads()
+    found = kernels.native().fit_scale_and_min(isa, *arrays, top, float16, *_starts(top), how != "max", *into, threads)
+    return (scale, minimum) if found else None
+
+
+def _native_arrays(x: Tensor, importance: Tensor | None) -> tuple[str, NDArray[Any], NDArray[Any] | None] | None:
+    """(instruction set, x and importance with groups as rows); None where torch must search. Groups take the rows of importance in
+    turn, so that what all rows of a weight share is not repeated for each."""
+    tensors = [x] if importance is None else [x, importance]
+    if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors) or x.numel() == 0 or (n := x.shape[-1]) < 2:
+        return None
+    if (backend := kernels.backend()) == "reference":
+        return None
+    rows = None
+    if importance is not None:
+        shared = importance.shape[next((i for i, size in enumerate(importance.shape) if size > 1), importance.ndim - 1) :]
+        repeats = importance.ndim <= x.ndim and shared == x.shape[x.ndim - len(shared) :]
+        rows = (importance if repeats else importance.expand_as(x)).detach().reshape(-1, n).contiguous().numpy()
+    return backend.removeprefix("native-"), x.detach().reshape(-1, n).contiguous().numpy(), rows
+
+
+@cache
+def _trials(levels: Levels, ends: tuple[float, ...]) -> tuple[NDArray[Any], NDArray[Any]]:
+    return torch.tensor(_places(levels, ends), dtype=torch.float32).numpy(), torch.tensor(_AROUND, dtype=torch.float32).numpy()
+
+
+@cache
+def _starts(top: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The shares of the range that are kept below and above zero; an inset and the number of steps that the range is then."""
+    insets = [(below, top + below + above) for below in _INSETS for above in _INSETS]
+    return torch.tensor(_KEPT, dtype=torch.float32).numpy(), torch.tensor(insets, dtype=torch.float32).numpy()
+
+
+@cache
+def _are_integers(levels: Levels) -> bool:
+    """Whether levels are consecutive integers in order, small enough for the native rounding."""
+    return all(after - before == 1 for before, after in pairwise(levels)) and levels[0].is_integer() and max(map(abs, levels)) < 2**21

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fewbits.formats import Grid, Parts
 
 BACKENDS = ("native-avx2", "native-scalar", "reference")  # fastest first
-_ABI = 2  # native/kernels.h holds the same number
+_ABI = 3  # native/kernels.h holds the same number
 _FORCE = "FEWBITS_KERNEL"
 
 

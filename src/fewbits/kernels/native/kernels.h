@@ -10,7 +10,7 @@ namespace fewbits {
 
 static_assert(std::endian::native == std::endian::little, "packed weights are little-endian and read in place");
 
-constexpr int kAbi = 2;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
+constexpr int kAbi = 3;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
 constexpr size_t kMaxFields = 4;
 
 // One array of a packed weight or of its grid.

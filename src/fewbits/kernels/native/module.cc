@@ -168,6 +168,7 @@ nb::list kernels() {
 
 }  // namespace
 
+void register_fitting(nb::module_& m);     // fitting.cc
 void register_statistics(nb::module_& m);  // statistics.cc
 
 NB_MODULE(_native, m) {
@@ -183,6 +184,7 @@ NB_MODULE(_native, m) {
         nb::arg("offset").noconvert().none(), nb::arg("coupling").noconvert(), nb::arg("values"), nb::arg("boundaries"),
         nb::arg("value_codes"), nb::arg("by_code"), nb::arg("consecutive"), nb::arg("minus_zero"), nb::arg("keep"),
         nb::arg("threads"));
+  register_fitting(m);
   register_statistics(m);
 }
 
