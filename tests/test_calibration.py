@@ -161,7 +161,7 @@ class TestQuantize:
         assert (tmp_path / "a.gguf").read_bytes() == content  # and the same bytes again
 
     def test_sequential_statistics_are_those_of_the_quantized_model(self, tmp_path: Path, embedded_model: model.Model) -> None:
-        options = {"format": "q3_k", "method": "gptq", "samples": 4, "length": 64, "no_verify": True}
+        options = {"format": "q4_0", "method": "gptq", "samples": 4, "length": 64, "no_verify": True}
         made = fewbits.quantize(embedded.MODEL, tmp_path / "s.gguf", sequential=True, **options)
         side_by_side = fewbits.quantize(embedded.MODEL, tmp_path / "p.gguf", **options)
         one, other = artifact.Artifact(made.artifact), artifact.Artifact(side_by_side.artifact)
@@ -301,3 +301,45 @@ def test_tuned_scales_are_nearer_still(tmp_path: Path) -> None:
         assert torch.equal(codes, new_codes)
         moved += any(not torch.equal(grid[name], new_grid[name]) for name in grid)
     assert moved > 10 and any("tuned" in note for row in tuned.outcomes.values() for note in row.get("notes", ()))
+
+
+class TestCommands:
+    def test_calibrate_prints_a_table_and_merges(self, run, tmp_path: Path) -> None:
+        text = tmp_path / "chat.jsonl"
+        text.write_text("\n".join(json.dumps({"text": embedded.calibration_text()[i : i + 2000]}) for i in range(0, 40_000, 2000)))
+        options = ("--samples", "4", "--length", "64", "--no-gradients", "--no-hessians")
+        code, out, err = run("calibrate", embedded.MODEL, "--data", text, "-o", tmp_path / "a", *options)
+        assert code == 0 and out == ""
+        assert "vocabulary seen" in err and "chat.jsonl: 100%" in err and "from half of the samples to all" in err
+        code, out, _ = run("calibrate", embedded.MODEL, "-o", tmp_path / "b", *options, "--merge", tmp_path / "a", "--json")
+        assert code == 0 and [row["samples"] for row in json.loads(out)["runs"]] == [4, 4]
+        assert Statistics(tmp_path / "b").input(DOWN).tokens() == 2 * 4 * 64
+
+    def test_compare_ranges_shows_every_estimator(self, run, calibrated: calibration.Calibrated) -> None:
+        code, out, _ = run("compare", embedded.MODEL, "--ranges", "--stats", calibrated.folder, "--json")
+        rows = json.loads(out)["rows"]
+        assert code == 0 and len(rows) == 17 * 7
+        assert all(row["clipped"] == 0 for row in rows if row["method"] == "minmax")
+        by_method = {name: [row["error"] for row in rows if row["method"] == name] for name in ("mse", "minmax")}
+        assert all(ours <= plain * 1.0001 for ours, plain in zip(by_method["mse"], by_method["minmax"], strict=True))
+        code, _, err = run("compare", embedded.MODEL, "--ranges")
+        assert code == 2 and "fewbits calibrate" in err
+
+    def test_compare_kv_at_several_lengths(self, run) -> None:
+        code, out, _ = run("compare", embedded.MODEL, "--kv", "--lengths", "64,96", "--tokens", "190", "--formats", "int8,int4", "--json")
+        rows = json.loads(out)["rows"]
+        assert code == 0 and [(row["format"], row["length"]) for row in rows] == [("int8", 64), ("int8", 96), ("int4", 64), ("int4", 96)]
+        assert rows[0]["kl"] < rows[2]["kl"] and rows[1]["kl"] < rows[3]["kl"]
+
+    def test_the_benchmarks_run(self, run, calibrated: calibration.Calibrated, tmp_path: Path) -> None:
+        words = ("-o", tmp_path / "b", "--stats", calibrated.folder, "--formats", "q4_0", "--tokens", "1022", "--json")
+        code, out, _ = run("bench", "quality", embedded.MODEL, *words)
+        (judged,) = json.loads(out)["texts"]
+        makers = {row["maker"]: row for row in judged["rows"]}
+        assert code == 0 and makers["ggml + imatrix"]["kl_ratio"] == 1 and makers["fewbits"]["kl_ratio"] < 0.85
+        again = run("bench", "quality", embedded.MODEL, *words)
+        assert json.loads(again[1]) == json.loads(out)  # from what was kept
+        code, _, err = run("bench", "quality", embedded.MODEL, *words, "--method", "rtn")
+        assert code == 2 and "other settings" in err
+        code, out, _ = run("bench", "cost", embedded.MODEL, "--samples", "2", "--format", "q8_0", "--json")
+        assert code == 0 and json.loads(out)["steps"][0]["name"] == "forward"

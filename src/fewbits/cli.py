@@ -144,6 +144,7 @@ def calibrate(
         bool, typer.Option("--no-gradients", help="No backward pass: nothing is known of what moves the loss.")
     ] = False,
     memory: Memory = "1GB",
+    merge: Annotated[list[Path] | None, typer.Option("--merge", help="Add these to statistics of other texts, taken before.")] = None,
     imatrix: Annotated[Path | None, typer.Option("--imatrix", help="Also write llama.cpp's importance matrix here.")] = None,
     offline: Offline = False,
     as_json: Json = False,
@@ -157,7 +158,8 @@ def calibrate(
         _warn_about_default_text(model, "calibrated")
     result = run(
         model, out, data=data or (), samples=samples, length=_length(length), seed=seed, held_out=held_out or (),
-        hessians=not no_hessians, gradients=not no_gradients, memory=_bytes(memory), imatrix=imatrix, offline=offline,
+        hessians=not no_hessians, gradients=not no_gradients, memory=_bytes(memory), merge=merge or (), imatrix=imatrix,
+        offline=offline,
         progress=_progress(as_json, quiet),
     )  # fmt: skip
     if as_json:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fewbits.rounding import decode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fewbits.calibration.statistics import Half, WeightStatistics
+    from fewbits.calibration.statistics import WeightStatistics
     from fewbits.formats import Format, Grid
+
+
+class Held(NamedTuple):
+    damage: float  # predicted KL where gradients are known, else relative output error
+    places: tuple[float, float]  # relative squared error of the output at position 0, and at later positions
 
 
 def some_rows(w: Tensor, weights: int) -> slice:
@@ -18,7 +23,8 @@ def some_rows(w: Tensor, weights: int) -> slice:
     return slice(None, None, max(1, w.numel() // weights))
 
 
-def damage(w: Tensor, fmt: Format, codes: Tensor, grid: Grid, statistics: WeightStatistics, rows: slice, half: Half = 1) -> float:
-    """What these codes cost on one half of the samples: predicted KL where gradients are known, else relative output error."""
+def judge(w: Tensor, fmt: Format, codes: Tensor, grid: Grid, statistics: WeightStatistics, rows: slice) -> Held:
+    """w and codes are `rows` of the weight; they were fitted to half 0."""
     assert fmt.levels
-    return statistics.damage(w - decode(codes, fmt.levels, *fmt.affine(grid)), w, half, rows)
+    error = w - decode(codes, fmt.levels, *fmt.affine(grid))
+    return Held(statistics.damage(error, w, 1, rows), statistics.errors_by_place(error, w, 1))

@@ -53,17 +53,25 @@ def calibrate(
     hessians: bool = True,
     gradients: bool = True,
     memory: int = MEMORY,
+    merge: Paths = (),
     imatrix: str | Path | None = None,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Calibrated:
-    """Statistics of this text, and how well it represents use. `held_out` is the text that results will be judged on."""
+    """Statistics of this text, and how well it represents use. `held_out` is the text that results will be judged on; `merge` are
+    statistics of other texts, taken before with the same options, that these are added to."""
     source = model if isinstance(model, Model) else models.open(model, offline)
     drawn = draw(source, data, samples, length, seed)
     text = "\n\n".join(d.text for d in sources.documents(listed(held_out), source.tokenizer)) if held_out else embedded.verification_text()
     evaluation = texts.windows(text, source.tokenizer, texts.window_length(source.config, None))
     seen = coverage(drawn, source.tokenizer, evaluation)
-    statistics = collect(source, drawn, Path(out), hessians=hessians, gradients=gradients, memory=memory, progress=progress)
+    options: dict[str, Any] = {"hessians": hessians, "gradients": gradients, "memory": memory, "progress": progress}
+    if merge:
+        with tempfile.TemporaryDirectory(dir=Path(out).parent, prefix=".fewbits-") as scratch:
+            new = collect(source, drawn, Path(scratch) / "new", **options)
+            statistics = storing.merge([*map(Path, listed(merge)), new.folder], Path(out))
+    else:
+        statistics = collect(source, drawn, Path(out), **options)
     if imatrix is not None:
         from fewbits.calibration import importance_matrix
 

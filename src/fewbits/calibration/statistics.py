@@ -8,6 +8,7 @@ and not at all to others: averaged with the rest it misleads, and left out it is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -156,6 +157,14 @@ class WeightStatistics:
             used = self.lookup.usage[rows] / max(1, self._input.tokens())
             damage += float((used * _quadratic(error, _of(self.lookup.fisher, half) / tokens)).sum())
         return 0.5 * damage
+
+    def errors_by_place(self, error: Tensor, w: Tensor, half: Half = None) -> tuple[float, float]:
+        """Squared error of the output relative to the output, at position 0 and after it; nan where there is no such position."""
+        if self.input is None or self.input.moment is None:
+            return math.nan, math.nan
+        first, later = self.input.firsts(half), _of(self.input.moment, half)
+        at_first = float((error @ first.T).square().sum() / (w @ first.T).square().sum()) if len(first) else math.nan
+        return at_first, float(_quadratic(error, later).sum() / _quadratic(w, later).sum())
 
     def output_sensitivity(self, half: Half = None) -> Tensor:
         """(rows,): mean over tokens of g^2."""

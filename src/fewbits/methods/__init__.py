@@ -24,6 +24,7 @@ class Outcome:
     method: str  # what made the parts in the end: `auto` chooses, and a method may have to give way to another
     damping: float | None = None
     damage: dict[str, float] = field(default_factory=dict)  # by candidate, on the half of the samples that it was not fitted to
+    places: dict[str, tuple[float, float]] = field(default_factory=dict)  # the same: relative error of the output at position 0, and later
     notes: tuple[str, ...] = ()  # what a person should know: a Hessian that could not be used, a fallback
     bias: Tensor | None = None  # the weight's own, corrected for the mean of the rounding errors; None: as it was
 

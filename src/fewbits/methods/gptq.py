@@ -6,7 +6,6 @@ fitting the samples and being ready for others: each amount is fitted to one hal
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from fewbits import feedback, holdout, kernels
@@ -34,17 +33,17 @@ class Gptq:
             return rtn.METHOD.quantize(w, fmt)  # a cast has no codes to choose
         if statistics is None or not statistics.has_hessian:
             raise InputError("gptq needs second moments of the inputs", "calibrate with Hessians, or use `--method rtn`")
-        return solve(w, fmt, statistics, choose_damping(w, fmt, statistics, self.kind), {}, self.kind)
+        return solve(w, fmt, statistics, choose_damping(w, fmt, statistics, self.kind), self.kind)
 
 
-def solve(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: float, damage: dict[str, float], kind: Kind = "aware") -> Outcome:
+def solve(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: float, kind: Kind = "aware") -> Outcome:
     """On all the samples, with this damping. Where no Hessian is to be had, a search with importance, and a note that says so."""
     try:
         solved = feedback.solve(w, fmt, statistics.hessian(kind=kind), damping=damping)
     except feedback.Singular as failure:
         note = f"no error feedback: {failure.args[0]}"
-        return Outcome(rtn.METHOD.quantize(w, fmt, statistics).parts, "rtn", None, damage, (note,))
-    return Outcome(kernels.pack(fmt, solved.codes, solved.grid), "gptq", solved.damping, damage, solved.notes)
+        return Outcome(rtn.METHOD.quantize(w, fmt, statistics).parts, "rtn", notes=(note,))
+    return Outcome(kernels.pack(fmt, solved.codes, solved.grid), "gptq", solved.damping, notes=solved.notes)
 
 
 def choose_damping(w: Tensor, fmt: Format, statistics: WeightStatistics, kind: Kind = "aware") -> float:
@@ -60,17 +59,18 @@ def choose_damping(w: Tensor, fmt: Format, statistics: WeightStatistics, kind: K
             solved = feedback.solve(w[rows], fmt, hessian, damping=damping, order="columns", passes=0, refits=0)
         except feedback.Singular:
             continue
-        tried[damping] = holdout.damage(w[rows], fmt, solved.codes, solved.grid, statistics, rows)
+        tried[damping] = holdout.judge(w[rows], fmt, solved.codes, solved.grid, statistics, rows).damage
     return min(tried, key=lambda damping: tried[damping], default=DAMPINGS[-1])
 
 
-def damage_on_other_half(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: float) -> float:
+def judged(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: float) -> holdout.Held | None:
+    """Fitted to one half of the samples, judged on the other; None: no Hessian is to be had."""
     rows = holdout.some_rows(w, TRIAL_WEIGHTS)
     try:
         solved = feedback.solve(w[rows], fmt, statistics.hessian(0), damping=damping)
     except feedback.Singular:
-        return math.inf
-    return holdout.damage(w[rows], fmt, solved.codes, solved.grid, statistics, rows)
+        return None
+    return holdout.judge(w[rows], fmt, solved.codes, solved.grid, statistics, rows)
 
 
 METHOD = Gptq()
