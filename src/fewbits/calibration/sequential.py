@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fewbits.calibration.collecting import Buffers, InputRecorder, batches, finished
+from fewbits.calibration.collecting import Buffers, batches
+from fewbits.calibration.recording import InputRecorder, finished
 
 if TYPE_CHECKING:
     from torch import Tensor
