@@ -341,5 +341,7 @@ class TestCommands:
         assert json.loads(again[1]) == json.loads(out)  # from what was kept
         code, _, err = run("bench", "quality", embedded.MODEL, *words, "--method", "rtn")
         assert code == 2 and "other settings" in err
+        code, _, err = run("bench", "quality", embedded.MODEL, "-o", tmp_path / "c", "--formats", "int4_g32")
+        assert code == 2 and "q4_0" in err and not (tmp_path / "c").exists()
         code, out, _ = run("bench", "cost", embedded.MODEL, "--samples", "2", "--format", "q8_0", "--json")
         assert code == 0 and json.loads(out)["steps"][0]["name"] == "forward"

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from fewbits import cli_bench
+from fewbits.cli_options import (
+    Calibration,
+    Data,
+    HeldOut,
+    Json,
+    Length,
+    MaxKl,
+    MaxPplRatio,
+    Memory,
+    MinAgreement,
+    ModelArg,
+    Offline,
+    Quiet,
+    Samples,
+    Seed,
+    Tokens,
+    bytes_of,
+    length_of,
+    lengths_of,
+    progress_for,
+    show_json,
+)
 from fewbits.errors import FewbitsError, InputError
-from fewbits.files import to_json
 
 if TYPE_CHECKING:
-    from fewbits.progress import Progress
+    pass
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No tables and no progress.")]
-ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a hub id.")]
-Data = Annotated[list[Path] | None, typer.Option("--data", help="Held-out text (UTF-8). Default: the embedded text.")]
-Calibration = Annotated[
-    list[str] | None, typer.Option("--data", help="Text to calibrate with: text, JSONL, Parquet, a folder, or - (stdin).")
-]
-HeldOut = Annotated[list[Path] | None, typer.Option("--held-out", help="Text to judge on. Default: a part of --data that is set aside.")]
-Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples to calibrate with, at most.")]
-Memory = Annotated[str, typer.Option("--memory", help="For hidden states while calibrating; what is beyond goes to disk.")]
-Seed = Annotated[int, typer.Option("--seed", help="Which samples are drawn.")]
-MaxKl = Annotated[float | None, typer.Option("--max-kl", help="Fail above this mean KL divergence.")]
-MinAgreement = Annotated[float | None, typer.Option("--min-agreement", help="Fail below this share of equal top tokens.")]
-MaxPplRatio = Annotated[float | None, typer.Option("--max-ppl-ratio", help="Fail above this perplexity ratio.")]
-Length = Annotated[int | None, typer.Option("--length", min=2, help="Tokens in a window. Default: 512, or what the model takes.")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="About how many tokens to judge on (whole windows).")]
-Offline = Annotated[bool, typer.Option("--offline", help="Never download.")]
+app.add_typer(cli_bench.bench, name="bench")
 
 
 @app.callback()
@@ -56,9 +60,9 @@ def demo(
     from fewbits.demonstration import demo as run
     from fewbits.reporting import terminal
 
-    result = run(out, model, tokens, _progress(as_json, quiet))
+    result = run(out, model, tokens, progress_for(as_json, quiet))
     if as_json:
-        _show(result.to_dict())
+        show_json(result.to_dict())
     elif not quiet:
         terminal.demo(result)
     raise typer.Exit(0 if result.passed else 1)
@@ -111,14 +115,14 @@ def quantize(
     result = run(
         model, out, to=to, format=format, plan=plan, override=override or (), method=method, data=data or (), held_out=held_out or (),
         stats=stats, samples=samples, seed=seed,
-        rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv, memory=_bytes(memory),
+        rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv, memory=bytes_of(memory),
         max_kl=max_kl,
         min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, length=length, tokens=tokens,
         no_verify=no_verify, offline=offline,
-        progress=_progress(as_json, quiet),
+        progress=progress_for(as_json, quiet),
     )  # fmt: skip
     if as_json:
-        _show(result.to_dict())
+        show_json(result.to_dict())
     elif not quiet:
         terminal.plan_summary(result.plan)
         terminal.outcomes(result.outcomes)
@@ -157,13 +161,13 @@ def calibrate(
     if not data and not (as_json or quiet):
         _warn_about_default_text(model, "calibrated")
     result = run(
-        model, out, data=data or (), samples=samples, length=_length(length), seed=seed, held_out=held_out or (),
-        hessians=not no_hessians, gradients=not no_gradients, memory=_bytes(memory), merge=merge or (), imatrix=imatrix,
+        model, out, data=data or (), samples=samples, length=length_of(length), seed=seed, held_out=held_out or (),
+        hessians=not no_hessians, gradients=not no_gradients, memory=bytes_of(memory), merge=merge or (), imatrix=imatrix,
         offline=offline,
-        progress=_progress(as_json, quiet),
+        progress=progress_for(as_json, quiet),
     )  # fmt: skip
     if as_json:
-        _show(result.to_dict())
+        show_json(result.to_dict())
     elif not quiet:
         terminal.calibration(result)
 
@@ -188,7 +192,7 @@ def formats(as_json: Json = False) -> None:
         listed = [
             {k: getattr(f, k) for k in keys} | {"bits_per_weight": bits, "targets": to, "kernel": kernel} for f, bits, to, kernel in rows
         ]
-        _show(listed)
+        show_json(listed)
     else:
         terminal.formats((f, bits, ", ".join(to), kernel) for f, bits, to, kernel in rows)
 
@@ -203,9 +207,9 @@ def inspect(
     from fewbits.inspection import inspect as run
     from fewbits.reporting import terminal
 
-    found = run(path, not no_values, _progress(as_json, False))
+    found = run(path, not no_values, progress_for(as_json, False))
     if as_json:
-        _show(found.to_dict())
+        show_json(found.to_dict())
     else:
         terminal.inspection(found)
 
@@ -229,7 +233,7 @@ def compare(
     """Reconstruction error by granularity and format, and decode speed; or activation ranges; or KV caches."""
     from fewbits.reporting import terminal
 
-    progress = _progress(as_json, False)
+    progress = progress_for(as_json, False)
     shown: Any
     show: Callable[[Any], None]
     if ranges:
@@ -241,7 +245,7 @@ def compare(
     elif kv:
         from fewbits.kv_comparison import compare_kv
 
-        shown = compare_kv(model, formats.split(",") if formats else None, _lengths(lengths), data or (), tokens, offline, progress)
+        shown = compare_kv(model, formats.split(",") if formats else None, lengths_of(lengths), data or (), tokens, offline, progress)
         show = terminal.kv_comparison
     else:
         from fewbits.comparison import compare as run
@@ -249,7 +253,7 @@ def compare(
         shown = run(model, weight, formats.split(",") if formats else None, bits, offline, progress)
         show = terminal.comparison
     if as_json:
-        _show(shown.to_dict())
+        show_json(shown.to_dict())
     else:
         show(shown)
 
@@ -278,10 +282,10 @@ def verify(
         _warn_about_default_text(against, "judged")
     verdict = run(
         path, against, data=data or (), runtime=runtime, max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
-        length=length, tokens=tokens, floor=not no_floor, offline=offline, progress=_progress(as_json, quiet),
+        length=length, tokens=tokens, floor=not no_floor, offline=offline, progress=progress_for(as_json, quiet),
     )  # fmt: skip
     if as_json:
-        _show(verdict.to_dict())
+        show_json(verdict.to_dict())
     elif not quiet:
         terminal.verdict(verdict)
     raise typer.Exit(0 if verdict.passed else 1)
@@ -300,65 +304,11 @@ def export(
     from fewbits.pipeline import size_of
     from fewbits.reporting import terminal
 
-    path = run(artifact, out, to=to, progress=_progress(as_json, quiet))
+    path = run(artifact, out, to=to, progress=progress_for(as_json, quiet))
     if as_json:
-        _show({"file": str(path), "bytes": size_of(path)})
+        show_json({"file": str(path), "bytes": size_of(path)})
     elif not quiet:
         terminal.console.print(f"wrote {path} ({terminal.size(size_of(path))})")
-
-
-bench = typer.Typer(no_args_is_help=True, help="Measurements against peers and limits, as ratios in one run.")
-app.add_typer(bench, name="bench")
-
-
-@bench.command()
-def quality(
-    model: ModelArg,
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for files and measurements: a run that was stopped goes on from it.")],
-    data: Calibration = None,
-    held_out: HeldOut = None,
-    stats: Annotated[Path | None, typer.Option("--stats", help="Statistics that `fewbits calibrate` wrote, instead of new ones.")] = None,
-    formats: Annotated[str, typer.Option("--formats", help="GGUF formats, with commas.")] = "q4_0,q4_1,q5_0,iq4_nl",
-    guard: Annotated[str, typer.Option("--guard", help="Of these, the ones to make with the plain Hessian too.")] = "q4_0",
-    samples: Samples = 64,
-    tokens: Tokens = 40960,
-    method: Annotated[str, typer.Option("--method", help="Ours: auto, gptq or rtn.")] = "auto",
-    whole: Annotated[bool, typer.Option("--whole", help="Quantize the embedding too, instead of keeping it.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Same bytes, in llama.cpp: KL of its own quantizer with an importance matrix, ours, and ours with the plain Hessian."""
-    from fewbits.benchmarks.quality import quality as run
-    from fewbits.reporting import terminal
-
-    result = run(
-        model, out, data=data or (), held_out=held_out or (), stats=stats, names=formats.split(","),
-        guard=guard.split(","), samples=samples, tokens=tokens, method=method,
-        keep=() if whole else ("embed|wte|lm_head=keep",), progress=_progress(as_json, False),
-    )  # fmt: skip
-    if as_json:
-        _show(result.to_dict())
-    else:
-        terminal.quality(result)
-
-
-@bench.command()
-def cost(
-    model: ModelArg,
-    data: Calibration = None,
-    samples: Samples = 64,
-    format: Annotated[str, typer.Option("--format", help="For the last step.")] = "q4_0",
-    method: Annotated[str, typer.Option("--method", help="For the last step.")] = "gptq",
-    as_json: Json = False,
-) -> None:
-    """Time of statistics and of quantizing, in forward passes over the same text, and peak memory."""
-    from fewbits.benchmarks.cost import cost as run
-    from fewbits.reporting import terminal
-
-    result = run(model, data=data or (), samples=samples, format=format, method=method, progress=_progress(as_json, False))
-    if as_json:
-        _show(result.to_dict())
-    else:
-        terminal.cost(result)
 
 
 def main() -> NoReturn:
@@ -389,37 +339,6 @@ def _fail(message: str, hint: str, code: int) -> NoReturn:
 
     terminal.error(message, hint)
     sys.exit(code)
-
-
-def _progress(as_json: bool, quiet: bool) -> Progress[Any]:
-    from fewbits import progress
-
-    return progress.silent if as_json or quiet or not sys.stderr.isatty() else progress.on_terminal
-
-
-def _length(text: str | None) -> int | Literal["data"] | None:
-    if text is None or text == "data":
-        return "data" if text else None
-    if not text.isdigit() or int(text) < 2:
-        raise InputError(f"`--length {text}` is not a length", "a number of tokens from 2 up, or `data`")
-    return int(text)
-
-
-def _lengths(text: str) -> list[int]:
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise InputError(f"`--lengths {text}` is not a list of lengths", "for example 128,512")
-    return [int(number) for number in text.split(",")]
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    if not found:
-        raise InputError(f"`--memory {text}` is not a size", "for example 500MB or 2GB")
-    return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
-
-
-def _show(value: object) -> None:
-    typer.echo(to_json(value))
 
 
 def _warn_about_default_text(model: str, what: str) -> None:

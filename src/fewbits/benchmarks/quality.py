@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fewbits.texts import Window
 
 _PART = 8  # windows measured between two writes
+_SPELLED = {name.lower(): name for name in ggml.TYPES}
 FORMATS = ("q4_0", "q4_1", "q5_0", "iq4_nl")
 PEER, OURS, PLAIN, _ROUNDING = "ggml + imatrix", "fewbits", "plain Hessian", "rounding"
 
@@ -96,6 +97,10 @@ def quality(
 
     This takes an hour on a model of 135 million weights: files and measurements are kept in `work`, and found again.
     """
+    for wanted_name in names:
+        if formats.get(wanted_name).name not in _SPELLED:
+            known = ", ".join(_SPELLED)
+            raise InputError(f"llama.cpp has no quantizer for `{wanted_name}` to compare with", f"it has: {known}")
     source, folder = model.open(name), Path(work)
     target, judge = targets.get("gguf"), runtimes.needed(runtimes.get("llama.cpp"))
     windows = {Path(text).name: preparation.held_out_windows(source, text, None, tokens) for text in held_out}
@@ -181,10 +186,9 @@ def _made(source: Model, plan: Plan, statistics: Statistics, maker: str, folder:
 
 def ggml_blocks(w: torch.Tensor, fmt: str, statistics: Statistics, name: str) -> torch.Tensor:
     """The peer at its best setting: with the importance matrix that llama.cpp would have measured on this text."""
-    spelled = next(known for known in ggml.TYPES if known.lower() == fmt)
     importance = statistics.of(name).input
     assert importance is not None
-    return torch.from_numpy(ggml.quantize(spelled, w.numpy(), importance.mean_square().numpy()))
+    return torch.from_numpy(ggml.quantize(_SPELLED[fmt], w.numpy(), importance.mean_square().numpy()))
 
 
 def _row(fmt: str, maker: str, bits: float, own: Measured, peer: Measured) -> Row:

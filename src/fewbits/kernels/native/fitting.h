@@ -14,12 +14,11 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "avx2.h"
 #include "kernels.h"
+#include "threads.h"
 
 namespace fewbits::fitting {
 
@@ -213,7 +212,7 @@ bool for_tiles(const Weights& weights, int threads, const Work& work) {
   constexpr size_t kWorthAThread = 1 << 13;  // weights: starting a thread takes some 20 us, searching these several times as long
   const size_t tiles = (weights.groups + kLanes - 1) / kLanes, n = weights.n;
   const size_t most = std::max<size_t>(1, std::min(tiles, weights.groups * n / kWorthAThread));
-  const size_t shares = std::clamp<size_t>(threads < 1 ? 1 : static_cast<size_t>(threads), 1, most);
+  const size_t shares = shares_of(threads, most);
   std::atomic<bool> numbers = true;
   const auto share = [&](size_t i) {
     const size_t half = n / 2, vectors = 3 * n + 3 * half;
@@ -230,16 +229,7 @@ bool for_tiles(const Weights& weights, int threads, const Work& work) {
         numbers = false;
     }
   };
-  std::vector<std::thread> others;
-  others.reserve(shares);
-  size_t started = 1;
-  try {
-    for (; started < shares; ++started) others.emplace_back(share, started);
-  } catch (const std::system_error&) {  // the system gives no more threads: the rest is done here
-  }
-  share(0);
-  for (size_t i = started; i < shares; ++i) share(i);
-  for (std::thread& other : others) other.join();
+  run_shares(shares, share);
   return numbers;
 }
 

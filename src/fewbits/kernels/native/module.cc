@@ -10,11 +10,10 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "kernels.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 
@@ -83,20 +82,11 @@ template <typename Work>
 void for_rows(size_t rows, size_t cols, int threads, const Work& work) {
   constexpr size_t kWorthAThread = 1 << 16;  // weights: starting a thread takes some 20 us, decoding these about as long
   const size_t most = std::max<size_t>(1, std::min(rows, rows * cols / kWorthAThread));
-  const size_t shares = std::clamp<size_t>(threads < 1 ? 1 : static_cast<size_t>(threads), 1, most);
+  const size_t shares = shares_of(threads, most);
   const auto share = [&](size_t i) {
     for (size_t row = rows * i / shares; row < rows * (i + 1) / shares; ++row) work(row);
   };
-  std::vector<std::thread> others;
-  others.reserve(shares);
-  size_t started = 1;
-  try {
-    for (; started < shares; ++started) others.emplace_back(share, started);
-  } catch (const std::system_error&) {  // the system gives no more threads: the rest is done here
-  }
-  share(0);
-  for (size_t i = started; i < shares; ++i) share(i);
-  for (std::thread& other : others) other.join();
+  run_shares(shares, share);
 }
 
 void decode(const std::string& format, const std::string& isa, const std::vector<Bytes>& parts, FloatsInto out, int threads) {

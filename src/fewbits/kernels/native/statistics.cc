@@ -24,12 +24,11 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <vector>
 
 #include "avx2.h"
 #include "kernels.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 
@@ -245,7 +244,7 @@ std::optional<int> statistics(const std::string& name, Floats x, Row<double> sum
   nb::gil_scoped_release released;
 
   const size_t chunks = (rows + kChunk - 1) / kChunk;
-  const size_t shares = std::clamp<size_t>(threads < 1 ? 1 : static_cast<size_t>(threads), 1, chunks);
+  const size_t shares = shares_of(threads, chunks);
   std::vector<double> partial(2 * chunks * cols);  // 1/64 of x
   std::vector<Share> found(shares, Share(cols, exponent));
   std::atomic<bool> finite = true;
@@ -257,16 +256,7 @@ std::optional<int> statistics(const std::string& name, Floats x, Row<double> sum
     }
     found[i].histogram.settle();
   };
-  std::vector<std::thread> others;
-  others.reserve(shares);
-  size_t started = 1;
-  try {
-    for (; started < shares; ++started) others.emplace_back(work, started);
-  } catch (const std::system_error&) {  // the system gives no more threads: the rest is done here
-  }
-  work(0);
-  for (size_t i = started; i < shares; ++i) work(i);
-  for (std::thread& other : others) other.join();
+  run_shares(shares, work);
   if (!finite) return std::nullopt;
 
   int reach = exponent;

@@ -1,0 +1,65 @@
+"""Options that several verbs take, and how their texts are read."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from fewbits.errors import InputError
+from fewbits.files import to_json
+
+if TYPE_CHECKING:
+    from fewbits.progress import Progress
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No tables and no progress.")]
+ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a hub id.")]
+Data = Annotated[list[Path] | None, typer.Option("--data", help="Held-out text (UTF-8). Default: the embedded text.")]
+Calibration = Annotated[
+    list[str] | None, typer.Option("--data", help="Text to calibrate with: text, JSONL, Parquet, a folder, or - (stdin).")
+]
+HeldOut = Annotated[list[Path] | None, typer.Option("--held-out", help="Text to judge on. Default: a part of --data that is set aside.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples to calibrate with, at most.")]
+Memory = Annotated[str, typer.Option("--memory", help="For hidden states while calibrating; what is beyond goes to disk.")]
+Seed = Annotated[int, typer.Option("--seed", help="Which samples are drawn.")]
+MaxKl = Annotated[float | None, typer.Option("--max-kl", help="Fail above this mean KL divergence.")]
+MinAgreement = Annotated[float | None, typer.Option("--min-agreement", help="Fail below this share of equal top tokens.")]
+MaxPplRatio = Annotated[float | None, typer.Option("--max-ppl-ratio", help="Fail above this perplexity ratio.")]
+Length = Annotated[int | None, typer.Option("--length", min=2, help="Tokens in a window. Default: 512, or what the model takes.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="About how many tokens to judge on (whole windows).")]
+Offline = Annotated[bool, typer.Option("--offline", help="Never download.")]
+
+
+def progress_for(as_json: bool, quiet: bool) -> Progress[Any]:
+    from fewbits import progress
+
+    return progress.silent if as_json or quiet or not sys.stderr.isatty() else progress.on_terminal
+
+
+def length_of(text: str | None) -> int | Literal["data"] | None:
+    if text is None or text == "data":
+        return "data" if text else None
+    if not text.isdigit() or int(text) < 2:
+        raise InputError(f"`--length {text}` is not a length", "a number of tokens from 2 up, or `data`")
+    return int(text)
+
+
+def lengths_of(text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise InputError(f"`--lengths {text}` is not a list of lengths", "for example 128,512")
+    return [int(number) for number in text.split(",")]
+
+
+def bytes_of(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise InputError(f"`--memory {text}` is not a size", "for example 500MB or 2GB")
+    return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
+
+
+def show_json(value: object) -> None:
+    typer.echo(to_json(value))
