@@ -336,7 +336,7 @@ class TestCommands:
         code, out, _ = run("bench", "quality", embedded.MODEL, *words)
         (judged,) = json.loads(out)["texts"]
         makers = {row["maker"]: row for row in judged["rows"]}
-        assert code == 0 and makers["ggml + imatrix"]["kl_ratio"] == 1 and makers["fewbits"]["kl_ratio"] < 0.85
+        assert code == 0 and makers["ggml + imatrix"]["found"]["kl_ratio"] == 1 and makers["fewbits"]["found"]["kl_ratio"] < 0.85
         again = run("bench", "quality", embedded.MODEL, *words)
         assert json.loads(again[1]) == json.loads(out)  # from what was kept
         code, _, err = run("bench", "quality", embedded.MODEL, *words, "--method", "rtn")

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from fewbits.comparison import compare
     from fewbits.demonstration import demo
     from fewbits.inspection import inspect
+    from fewbits.measurement import measure
     from fewbits.pipeline import export, quantize, verify
+    from fewbits.planning.deciding import plan
 
 _HOME = {
     "calibrate": "calibration",
@@ -22,11 +24,13 @@ _HOME = {
     "demo": "demonstration",
     "export": "pipeline",
     "inspect": "inspection",
+    "measure": "measurement",
+    "plan": "planning.deciding",
     "quantize": "pipeline",
     "verify": "pipeline",
 }
 
-__all__ = ["calibrate", "compare", "demo", "export", "formats", "inspect", "quantize", "verify"]
+__all__ = ["calibrate", "compare", "demo", "export", "formats", "inspect", "measure", "plan", "quantize", "verify"]
 
 
 def __dir__() -> list[str]:

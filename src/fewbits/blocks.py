@@ -7,7 +7,7 @@ the hidden states (masks, rotary angles, a type of attention) is seen by letting
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fewbits import stacks
 from fewbits.errors import InputError
 from fewbits.model import empty_module
 
@@ -61,10 +62,12 @@ class _Stopped(Exception):  # noqa: N818 - not an error: the part of the model t
 class Blocks:
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.module = empty_module(model.config).eval().requires_grad_(False)  # pages that are never written take no memory
+        # pages that are never written take no memory; experts one by one, so that what each is given can be seen
+        self.module = empty_module(stacks.looping(model.config)).eval().requires_grad_(False)
         self.path, blocks = _blocks_of(self.module)
         self._blocks = list(blocks)
         self._stubs = [_Stub(block) for block in self._blocks]
+        self._shapes = {name: tensor.shape for name, tensor in self._parameters.items()}
         parent, _, attribute = self.path.rpartition(".")
         setattr(self.module.get_submodule(parent), attribute, nn.ModuleList(self._stubs))
         self._fill(name for name in self._names() if not name.startswith(f"{self.path}."))
@@ -90,6 +93,18 @@ class Blocks:
             return self.module.get_submodule(path)
         index, _, inside = path.removeprefix(f"{self.path}.").partition(".")
         return self._blocks[int(index)].get_submodule(inside)
+
+    def parameter(self, weight: Weight) -> Tensor:
+        """The one that this weight lies in."""
+        return self._parameters[weight.parameter]
+
+    def put(self, weight: Weight, matrix: Tensor) -> None:  # (rows, cols)
+        """This matrix where the weight is, in a block that is filled."""
+        parameter = self.parameter(weight)
+        if weight.expert is not None:
+            weight.view(parameter.data).copy_(matrix)
+        else:  # replaced, not written over: it may be the checkpoint's own memory
+            parameter.data = matrix.T.contiguous() if weight.transposed else matrix.reshape(self._shapes[weight.parameter])
 
     def enter(self, ids: Tensor) -> tuple[Tensor, list[Call]]:
         """(hidden states that the first block reads, what each block is called with) for ids (batch, length)."""
@@ -139,17 +154,19 @@ class Blocks:
         return found | dict(self.module.named_parameters()) | dict(self.module.named_buffers())
 
     def _names(self) -> list[str]:
-        matrices = [f"{weight.name}.weight" for weight in self.model.weights]
-        return [*matrices, *self.model.rest]
+        return [*dict.fromkeys(weight.parameter for weight in self.model.weights), *self.model.rest]
 
-    def _fill(self, names: Any, model: Model | None = None) -> None:
+    def _fill(self, names: Iterable[str], model: Model | None = None) -> None:
         source = model or self.model
-        by_name = {f"{weight.name}.weight": weight for weight in source.weights}
+        inside: dict[str, list[Weight]] = {}
+        for weight in source.weights:
+            inside.setdefault(weight.parameter, []).append(weight)
         for name in names:
-            if (weight := by_name.get(name)) is not None:
-                matrix = source.load(weight)
-                self._parameters[name].data = matrix.T.contiguous() if weight.transposed else matrix
-            else:
+            for weight in inside.get(name, ()):
+                if weight.expert == 0:
+                    self._parameters[name].data = torch.empty(self._shapes[name])
+                self.put(weight, source.load(weight))
+            if name not in inside:
                 self._parameters[name].data = source.tensor(name).float()
 
 

@@ -11,10 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from fewbits import cli_bench
+from fewbits import cli_bench, cli_plan
 from fewbits.cli_options import (
+    Bandwidth,
     Calibration,
+    Context,
     Data,
+    Fits,
+    Formats,
     HeldOut,
     Json,
     Length,
@@ -22,15 +26,21 @@ from fewbits.cli_options import (
     MaxPplRatio,
     Memory,
     MinAgreement,
+    MinSpeed,
     ModelArg,
     Offline,
+    Override,
     Quiet,
     Samples,
     Seed,
+    Size,
+    Strategy,
+    Together,
     Tokens,
     bytes_of,
     length_of,
     lengths_of,
+    names_of,
     progress_for,
     show_json,
 )
@@ -41,6 +51,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(cli_bench.bench, name="bench")
+app.command()(cli_plan.measure)
+app.command()(cli_plan.plan)
 
 
 @app.callback()
@@ -73,9 +85,18 @@ def quantize(
     model: ModelArg,
     out: Annotated[Path, typer.Option("-o", "--out", help="File (or folder) to write.")],
     to: Annotated[str | None, typer.Option("--to", help="gguf or onnx. Default: by the name of the output, or gguf.")] = None,
+    size: Size = None,
+    fits: Fits = None,
+    context: Context = None,
     format: Annotated[str | None, typer.Option("--format", help="One format for all weights.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="A plan.json, as written or edited by hand.")] = None,
-    override: Annotated[list[str] | None, typer.Option("--override", help="REGEX=FORMAT (or keep) for the weights it matches.")] = None,
+    override: Override = None,
+    formats: Formats = None,
+    together: Together = None,
+    min_speed: MinSpeed = None,
+    bandwidth: Bandwidth = "30GB/s",
+    strategy: Strategy = "solve",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Plans to try at most, until an accuracy is met.")] = 5,
     method: Annotated[str, typer.Option("--method", help="How codes are chosen: auto (what measures best), gptq or rtn.")] = "auto",
     data: Calibration = None,
     held_out: HeldOut = None,
@@ -107,13 +128,16 @@ def quantize(
     """A checkpoint to a quantized file, verified in the runtime that it is meant for."""
     from fewbits.pipeline import quantize as run
     from fewbits.pipeline import size_of
-    from fewbits.reporting import terminal
+    from fewbits.planning.speeds import parse_bandwidth
+    from fewbits.reporting import plans, terminal
 
     used = [what for what, own in (("calibrated", data or stats or method == "rtn"), ("judged", data or held_out)) if not own]
     if used and not (as_json or quiet):
         _warn_about_default_text(model, " and ".join(used))
     result = run(
-        model, out, to=to, format=format, plan=plan, override=override or (), method=method, data=data or (), held_out=held_out or (),
+        model, out, to=to, size=size, fits=fits, context=context, format=format, plan=plan, override=override or (),
+        formats=names_of(formats), together=together or (), min_speed=min_speed,
+        bandwidth=parse_bandwidth(bandwidth), strategy=strategy, rounds=rounds, method=method, data=data or (), held_out=held_out or (),
         stats=stats, samples=samples, seed=seed,
         rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv, memory=bytes_of(memory),
         max_kl=max_kl,
@@ -124,10 +148,15 @@ def quantize(
     if as_json:
         show_json(result.to_dict())
     elif not quiet:
-        terminal.plan_summary(result.plan)
+        if result.decision:
+            plans.decided(result.decision)
+        else:
+            terminal.plan_summary(result.plan)
         terminal.outcomes(result.outcomes)
         if result.coverage:
             terminal.warnings(result.coverage.warnings)
+        if result.rounds:
+            plans.rounds(result.rounds, bool(result.verdict and result.verdict.passed))
         if result.verdict:
             terminal.verdict(result.verdict)
         terminal.console.print(f"wrote {result.path} ({terminal.size(size_of(result.path))}); artifact and plan.json in {result.artifact}/")

@@ -43,6 +43,32 @@ def quality(
 
 
 @bench.command()
+def plans(
+    model: ModelArg,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for files and measurements: a run that was stopped goes on from it.")],
+    data: Calibration = None,
+    held_out: HeldOut = None,
+    stats: Annotated[Path | None, typer.Option("--stats", help="Statistics that `fewbits calibrate` wrote, instead of new ones.")] = None,
+    mixes: Annotated[str, typer.Option("--mixes", help="llama.cpp's mixes to compare with.")] = "q4_k_m,iq4_xs,q3_k_m,q4_0,q2_k",
+    samples: Samples = 64,
+    tokens: Tokens = 40960,
+    as_json: Json = False,
+) -> None:
+    """Same bytes, in llama.cpp: its own mixes with its own quantizer, that quantizer with our allocation, and ours."""
+    from fewbits.benchmarks.plans import plans as run
+    from fewbits.reporting import plans as tables
+
+    result = run(
+        model, out, data=data or (), held_out=held_out or (), stats=stats, mixes=mixes.split(","), samples=samples, tokens=tokens,
+        progress=progress_for(as_json, False),
+    )  # fmt: skip
+    if as_json:
+        show_json(result.to_dict())
+    else:
+        tables.contest(result)
+
+
+@bench.command()
 def cost(
     model: ModelArg,
     data: Calibration = None,

@@ -29,6 +29,19 @@ Seed = Annotated[int, typer.Option("--seed", help="Which samples are drawn.")]
 MaxKl = Annotated[float | None, typer.Option("--max-kl", help="Fail above this mean KL divergence.")]
 MinAgreement = Annotated[float | None, typer.Option("--min-agreement", help="Fail below this share of equal top tokens.")]
 MaxPplRatio = Annotated[float | None, typer.Option("--max-ppl-ratio", help="Fail above this perplexity ratio.")]
+Size = Annotated[str | None, typer.Option("--size", help="4.5bpw (all weights), 3.2GB (the file), or q4_k_m: llama.cpp's mix so named.")]
+Fits = Annotated[str | None, typer.Option("--fits", metavar="DEVICE", help="Memory that weights and KV cache must fit, such as 8GB.")]
+Context = Annotated[int | None, typer.Option("--context", min=1, help="Tokens of context that --fits leaves room for. Default: 4096.")]
+Formats = Annotated[str | None, typer.Option("--formats", help="Formats to choose from, separated by commas.")]
+Override = Annotated[
+    list[str] | None, typer.Option("--override", help="REGEX=FORMAT (or keep) for the weights it matches; >= and <= bound the bits.")
+]
+Strategy = Annotated[str, typer.Option("--strategy", help="solve (the best plan), or threshold (4, 8 or 16 bits), to compare.")]
+Together = Annotated[
+    list[str] | None, typer.Option("--together", help="REGEX: weights it matches with the same text in its groups share a format.")
+]
+MinSpeed = Annotated[float | None, typer.Option("--min-speed", min=0, help="Tokens per second that the plan must be predicted to reach.")]
+Bandwidth = Annotated[str, typer.Option("--bandwidth", help="What the memory reads, for the forecast of speed.")]
 Length = Annotated[int | None, typer.Option("--length", min=2, help="Tokens in a window. Default: 512, or what the model takes.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="About how many tokens to judge on (whole windows).")]
 Offline = Annotated[bool, typer.Option("--offline", help="Never download.")]
@@ -38,6 +51,10 @@ def progress_for(as_json: bool, quiet: bool) -> Progress[Any]:
     from fewbits import progress
 
     return progress.silent if as_json or quiet or not sys.stderr.isatty() else progress.on_terminal
+
+
+def names_of(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def length_of(text: str | None) -> int | Literal["data"] | None:

@@ -27,4 +27,5 @@ def judge(w: Tensor, fmt: Format, codes: Tensor, grid: Grid, statistics: WeightS
     """w and codes are `rows` of the weight; they were fitted to half 0."""
     assert fmt.levels
     error = w - decode(codes, fmt.levels, *fmt.affine(grid))
-    return Held(statistics.damage(error, w, 1, rows), statistics.errors_by_place(error, w, 1))
+    whole = statistics.damage(error, w, 1, rows) * (rows.step or 1 if statistics.predicts_kl else 1)  # KL adds up over rows
+    return Held(whole, statistics.errors_by_place(error, w, 1))

@@ -1,7 +1,7 @@
 """A checkpoint as the planner sees it: a list of weights, each a (rows, cols) matrix, and the few tensors that are kept.
 
-The module graph says what is a weight: no architecture has code of its own here, and `_KINDS` is the only place that
-knows layer names.
+The module graph says what is a weight, and a small trial what lies stacked in one: no architecture has code of its own here, and
+`_KINDS` is the only place that knows layer names.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import checkpoints
 from fewbits.checkpoints import Checkpoint
+from fewbits.checkpoints.converted import converted
 from fewbits.errors import InputError
 
 if TYPE_CHECKING:
@@ -32,21 +33,37 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class Weight:
-    """One matrix: y = x @ W.T with W (rows, cols), whatever the module calls or transposes it."""
+    """One matrix: y = x @ W.T with W (rows, cols), whatever the module calls or transposes it.
 
-    name: str  # path of the module: `model.layers.0.mlp.up_proj`
+    A convolution's is (out, in / groups * kernel): x is what the kernel covers. An expert's is its slice of a stacked parameter.
+    """
+
+    name: str  # path of the module: `model.layers.0.mlp.up_proj`; of an expert: `model.layers.0.mlp.experts.down_proj.3`
     shape: tuple[int, int]
-    kind: str  # attention, mlp, embedding, output, other
+    kind: str  # attention, mlp, embedding, output, convolution, other
     dtype: str  # the cast format that keeps it as it is
-    transposed: bool = False  # GPT-2's Conv1D stores (cols, rows)
+    transposed: bool = False  # GPT-2's Conv1D stores (cols, rows), and so do some stacks of experts
     tied_to: str | None = None  # the second module that reads the same matrix (an output tied to the embedding)
+    together: str | None = None  # those that say the same must share a format where a file holds them as one tensor
+    expert: int | None = None  # its place in the stacked parameter
+
+    @property
+    def parameter(self) -> str:
+        """The name of the parameter that it lies in."""
+        return f"{self.name}.weight" if self.expert is None else self.name.rpartition(".")[0]
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """Itself, (rows, cols), in its parameter or in whatever is laid out like it (a gradient). Not a copy if that is contiguous."""
+        own = parameter if self.expert is None else parameter[self.expert]
+        return own.T if self.transposed else own.flatten(1)
 
 
 class Model:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._stored_names = set(checkpoint.names())
         self._skeleton = self._build_skeleton()
+        self.checkpoint = converted(checkpoint, self._skeleton)
+        self._stored_names = set(self.checkpoint.names())
         self.weights, self.rest = self._walk()
 
     @property
@@ -59,8 +76,13 @@ class Model:
 
     def load(self, weight: Weight) -> Tensor:
         """(rows, cols) float32; non-finite values are refused by name."""
-        tensor = self.checkpoint.load(self._stored(f"{weight.name}.weight"))
-        return _finite((tensor.T if weight.transposed else tensor).float().contiguous(), weight.name)
+        stored = self._stored(weight.parameter)
+        if weight.expert is None:
+            matrix = weight.view(self.checkpoint.load(stored))
+        else:
+            own = self.checkpoint.load_slice(stored, weight.expert)
+            matrix = own.T if weight.transposed else own
+        return _finite(matrix.float().contiguous(), weight.name)
 
     def tensor(self, name: str) -> Tensor:
         """One of `rest`, by the name of its parameter."""
@@ -94,34 +116,43 @@ class Model:
     def _build_skeleton(self) -> nn.Module:
         import torch
 
+        from fewbits import stacks
+
+        config = stacks.looping(self.config)
         with torch.device("meta"):
-            skeleton: nn.Module = _model_class(self.config)(self.config)
+            skeleton: nn.Module = _model_class(config)(config)
         return skeleton
 
     def _walk(self) -> tuple[tuple[Weight, ...], tuple[str, ...]]:
         from torch import nn
         from transformers.pytorch_utils import Conv1D
 
+        from fewbits import stacks
+
         weights: list[Weight] = []
         seen: dict[int, int] = {}  # id of the parameter -> index of the weight that holds it
         inside: set[str] = set()
+        transposed_stacks = stacks.find(self._skeleton, self.config)
         for name, module in self._skeleton.named_modules():
-            if not isinstance(module, nn.Linear | nn.Embedding | Conv1D):
+            for own, stack in module.named_parameters(name, recurse=False):
+                if (transposed := transposed_stacks.get(own)) is not None:
+                    inside.add(own)
+                    weights += self._experts(own, tuple(stack.shape), transposed)
+            convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and "weight" in module._parameters
+            if not convolution and not isinstance(module, nn.Linear | nn.Embedding | Conv1D):
                 continue
             parameter = module.weight
             inside.add(f"{name}.weight")
             if id(parameter) in seen:
                 first = weights[seen[id(parameter)]]
-                weights[seen[id(parameter)]] = Weight(**{**first.__dict__, "tied_to": name})
+                weights[seen[id(parameter)]] = replace(first, tied_to=name)
                 continue
             transposed = isinstance(module, Conv1D)
-            shape: tuple[int, ...] = tuple(parameter.shape)
-            kind = "embedding" if isinstance(module, nn.Embedding) else _kind(name)
-            stored = self._stored(f"{name}.weight")
-            if self.checkpoint.shape(stored) != shape:
-                found = self.checkpoint.shape(stored)
-                raise InputError(f"`{name}` is {found} in the weights and {shape} by config.json", "the two do not belong together")
-            rows, cols = reversed(shape) if transposed else shape
+            stored = self._checked(f"{name}.weight", tuple(parameter.shape))
+            rows, cols = parameter.flatten(1).shape
+            if transposed:
+                rows, cols = cols, rows
+            kind = "convolution" if convolution else "embedding" if isinstance(module, nn.Embedding) else _kind(name)
             seen[id(parameter)] = len(weights)
             weights.append(Weight(name, (rows, cols), kind, self.checkpoint.dtype(stored), transposed))
         rest = [name for name, _ in self._skeleton.named_parameters() if name not in inside]
@@ -129,6 +160,20 @@ class Model:
         for name in rest:
             self._stored(name)
         return tuple(weights), tuple(rest)
+
+    def _experts(self, stack: str, shape: tuple[int, ...], transposed: bool) -> list[Weight]:
+        dtype = self.checkpoint.dtype(self._checked(stack, shape))
+        count, *sides = shape
+        rows, cols = reversed(sides) if transposed else sides
+        kind = _kind(stack)
+        return [Weight(f"{stack}.{i}", (rows, cols), kind, dtype, transposed, together=stack, expert=i) for i in range(count)]
+
+    def _checked(self, name: str, shape: tuple[int, ...]) -> str:
+        stored = self._stored(name)
+        if (found := self.checkpoint.shape(stored)) != shape:
+            owner = name.removesuffix(".weight")
+            raise InputError(f"`{owner}` is {found} in the weights and {shape} by config.json", "the two do not belong together")
+        return stored
 
     def _stored(self, name: str) -> str:
         """The checkpoint's name of a parameter: some files leave the base model's prefix out, some put it in."""
@@ -163,7 +208,7 @@ def filled_module(config: Any, matrices: Iterable[tuple[Weight, Tensor]], rest: 
     own = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
         for weight, matrix in matrices:
-            own[f"{weight.name}.weight"].copy_(matrix.T if weight.transposed else matrix)
+            weight.view(own[weight.parameter]).copy_(matrix)
         for name, tensor in rest:
             own[name].copy_(tensor)
     return module.eval()

@@ -14,7 +14,7 @@ from fewbits.rewrites.bias import corrected_bias
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
-    from fewbits.calibration.statistics import WeightStatistics
+    from fewbits.calibration.statistics import InputStatistics, WeightStatistics
     from fewbits.model import Model, Weight
     from fewbits.planning import Plan
     from fewbits.progress import Progress
@@ -26,13 +26,18 @@ class Known(Protocol):
     def of(self, weight: str) -> WeightStatistics | None: ...
 
 
+_UNSEEN = "calibration saw none of its inputs: rounded without them"  # an expert that was never chosen, a convolution in groups
 Stream = Iterator[tuple["Weight", "Outcome"]]
 
 
-def independent(model: Model, plan: Plan, statistics: Known | None, progress: Progress[Any]) -> Stream:
-    """No weight knows of another's errors: any order gives the same codes."""
+def independent(model: Model, plan: Plan, statistics: Known | None, progress: Progress[Any], earlier: Artifact | None = None) -> Stream:
+    """No weight knows of another's errors: any order gives the same codes, and what `earlier` holds in the same format is the same."""
+    known = Stored(earlier) if earlier else {}
     for weight in progress(model.weights, len(model.weights), "quantizing"):
-        yield weight, _quantized(model, plan, weight, statistics.of(weight.name) if statistics else None)
+        if earlier and all(getattr(earlier.plan[weight.name], key) == getattr(plan[weight.name], key) for key in ("format", "method")):
+            yield weight, known[weight.name]
+        else:
+            yield weight, _quantized(model, plan, weight, statistics)
 
 
 def sequential(
@@ -40,18 +45,17 @@ def sequential(
 ) -> Stream:
     """A block's inputs are taken after the blocks before it were quantized, so that it is fitted to what it will really read."""
     from fewbits.blocks import Blocks
-    from fewbits.calibration.sequential import Sequential, with_inputs
+    from fewbits.calibration.sequential import Sequential
 
     blocks = Blocks(model)
     with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
         walk = Sequential(blocks, samples, Path(scratch), memory)
         for weight in blocks.outer_weights:
-            yield weight, _quantized(model, plan, weight, statistics.of(weight.name))
+            yield weight, _quantized(model, plan, weight, statistics)
         for index in progress(range(len(blocks)), len(blocks), "quantizing, block by block"):
             inputs, decoded = walk.inputs(index), {}
             for weight in blocks.weights(index):
-                known = statistics.of(weight.name)
-                outcome = _quantized(model, plan, weight, known and with_inputs(known, inputs.get(weight.name)))
+                outcome = _quantized(model, plan, weight, statistics, inputs.get(weight.name))
                 decoded[weight.name] = kernels.decode(formats.get(plan[weight.name].format), outcome.parts, weight.shape)
                 yield weight, outcome
             walk.advance(index, decoded)
@@ -79,9 +83,16 @@ class Stored(Mapping[str, Outcome]):
         return len(self._weights)
 
 
-def _quantized(model: Model, plan: Plan, weight: Weight, known: WeightStatistics | None) -> Outcome:
+def _quantized(model: Model, plan: Plan, weight: Weight, statistics: Known | None, seen: InputStatistics | None = None) -> Outcome:
+    """`seen`: its inputs as they are now, in place of those that the statistics hold."""
     entry, fmt, w = plan[weight.name], formats.get(plan[weight.name].format), model.load(weight)
-    outcome = methods.get(entry.method).quantize(w, fmt, known)
+    known = statistics.of(weight.name) if statistics else None
+    if known is not None and seen is not None and seen.tokens():
+        known = replace(known, input=seen)
+    method = methods.get(entry.method)
+    if statistics and method.needs_statistics and fmt.levels is not None and not (known and known.has_importance):
+        return replace(methods.get("rtn").quantize(w, fmt), notes=(_UNSEEN,))
+    outcome = method.quantize(w, fmt, known)
     name = f"{weight.name}.bias"
     if fmt.levels is None or known is None or known.input is None or not known.input.count.sum() or name not in model.rest:
         return outcome

@@ -6,29 +6,36 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import activations as activation_rules
 from fewbits import artifact as artifacts
-from fewbits import calibration, formats, methods, outcomes, planning, preparation, runtimes, targets, texts, verification
+from fewbits import budgeted, calibration, formats, methods, planning, preparation, runtimes, targets, texts, verification
 from fewbits import model as models
+from fewbits import rounds as loop
 from fewbits.artifact import Artifact
+from fewbits.budgeted import Options
 from fewbits.calibration import Paths
 from fewbits.calibration.coverage import Coverage
 from fewbits.checkpoints.folder import read_text
 from fewbits.errors import InputError
 from fewbits.files import Staged, to_json
 from fewbits.inspection import tensor_bytes
-from fewbits.preparation import Prepared, Text
+from fewbits.making import Maker
+from fewbits.planning import speeds
+from fewbits.planning.deciding import Budget
 from fewbits.progress import silent
 from fewbits.verification import Thresholds, Verdict
 
 if TYPE_CHECKING:
+    from fewbits.making import Made
     from fewbits.model import Model
     from fewbits.planning import Plan
+    from fewbits.planning.deciding import Decision
     from fewbits.progress import Progress
+    from fewbits.rounds import Round
     from fewbits.runtimes import Runtime
     from fewbits.targets import Target
 
@@ -44,6 +51,13 @@ class Quantized:
     coverage: Coverage | None = None  # how well the calibration text represents use; None: nothing was calibrated
     outcomes: Mapping[str, Any] = field(default_factory=dict)  # by weight: the method used, and the damage on held-out samples
     rewrites: Sequence[Mapping[str, Any]] = ()  # by place: how channels were rescaled, and what it did on held-out samples
+    decision: Decision | None = None  # how the plan came about, where a budget was given
+    rounds: Sequence[Round] = ()  # every plan that was made and measured on the way to an accuracy
+
+    @classmethod
+    def of(cls, made: Made, verdict: Verdict | None, decision: Decision | None = None, rounds: Sequence[Round] = ()) -> Quantized:
+        ready, artifact = made.ready, made.artifact
+        return cls(made.path, artifact.path, ready.plan, verdict, ready.coverage, artifact.outcomes, ready.rewrites, decision, rounds)
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -54,6 +68,8 @@ class Quantized:
             "coverage": self.coverage.to_dict() if self.coverage else None,
             "outcomes": dict(self.outcomes),
             "rewrites": list(self.rewrites),
+            "decision": self.decision.to_dict() if self.decision else None,
+            "rounds": [asdict(each) for each in self.rounds],
         }
 
 
@@ -64,7 +80,16 @@ def quantize(
     to: str | None = None,
     format: str | None = None,
     plan: str | Path | None = None,
+    size: str | None = None,
+    fits: str | None = None,
+    context: int | None = None,
     override: str | Sequence[str] = (),
+    formats: Sequence[str] = (),
+    together: Sequence[str] = (),
+    min_speed: float | None = None,
+    bandwidth: float = speeds.BANDWIDTH,
+    strategy: str = "solve",
+    rounds: int = loop.ROUNDS,
     method: str = "auto",
     data: Paths = (),
     held_out: Paths = (),
@@ -86,52 +111,58 @@ def quantize(
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Quantized:
-    """A checkpoint to a file, by one format for all with overrides or by a plan.json, verified in its runtime.
+    """A checkpoint to a file, verified in its runtime. The budget is a size, a device, an accuracy, one format for all, or a plan.json.
 
     What can be refused is refused before any work. `to` follows from the name of `out` where it is not given. `data` is text to
     calibrate with; what is judged on is `held_out`, or a part of `data` that calibration does not see, or the embedded text.
     """
     target, limits = target_for(Path(out), to), Thresholds(max_kl, min_agreement, max_ppl_ratio)
-    path = output_path(Path(out), target)
-    if (format is None) == (plan is None):
-        raise InputError("give one budget", "--format NAME for one format for all, or --plan plan.json")
+    path, overrides = output_path(Path(out), target), [override] if isinstance(override, str) else list(override)
+    budget = Budget(size, fits, context, limits)
+    fixed = [given for given in (format, plan, size, fits) if given is not None]
+    if len(fixed) > 1 or not (fixed or budget.given):
+        raise InputError(
+            "give one budget", "--size 4.5bpw, --fits 8GB, --max-kl 0.01, --format NAME for one format for all, or --plan FILE"
+        )
+    planned = format is None and plan is None
     source = models.open(model, offline)
     if path.exists() and path.samefile(source.path):
         raise InputError(f"`{path}` is the model itself", "choose another `-o`")
-    made = make_plan(source, target, format, plan, [override] if isinstance(override, str) else override, method, activations, kv)
-    runs_text = sequential or tune > 0 or (stats is None and preparation.needs_calibration(made, rewrite))
-    text = preparation.split(source, data, held_out, samples if runs_text else 0, length, seed, tokens)
+    made = None if planned else make_plan(source, target, format, plan, overrides, method, activations, kv)
+    if made is None:
+        _check_plannable(source, target, rewrite, activations, method, no_verify and budget.by_accuracy)
+    needs = made is None or preparation.needs_calibration(made, rewrite)
+    text = preparation.split(
+        source, data, held_out, samples if sequential or tune > 0 or (stats is None and needs) else 0, length, seed, tokens
+    )
     if not no_verify:
         runtimes.needed(runtimes.get(target.runtime))
     work = path.with_name(f"{path.name}.work")
-    with Staged(path, target.marker) as staged:
-        ready = preparation.prepare(source, made, text, stats=stats, rewrite=rewrite, memory=memory, work=work, progress=progress)
-        stream = _stream(ready, text, sequential, memory, progress)
-        artifact = artifacts.write(ready.model, ready.plan, work / ("untuned" if tune else "artifact"), stream)
-        if tune:
-            stream = _tuned(ready, text, artifact, tune, memory, progress)
-            artifact = artifacts.write(ready.model, ready.plan, work / "artifact", stream)
-        target.write(artifact, staged, progress)
-    verdict = None if no_verify else _verify(path, source, text.windows, runtimes.get(target.runtime), limits, True, progress)
-    result = Quantized(path, work / "artifact", ready.plan, verdict, ready.coverage, artifact.outcomes, ready.rewrites)
+    maker = Maker(source, target, text, work, progress, stats, rewrite, sequential, tune, memory)
+
+    def judged(file: Path) -> Verdict:
+        return _verify(file, source, text.windows, runtimes.get(target.runtime), limits, True, progress)
+
+    if made is not None:
+        result = Quantized.of(maker.make(made, path), None if no_verify else judged(path))
+    else:
+        options = Options(tuple(formats), tuple(overrides), strategy, kv, method, rounds, tuple(together), bandwidth, min_speed)
+        found = budgeted.quantize(maker, path, budget, options, None if no_verify else judged)
+        result = Quantized.of(found.made, found.verdict, found.decision, found.rounds)
     with Staged(work / "results.json") as staged:
         staged.write_text(to_json(result.to_dict()))
     return result
 
 
-def _stream(ready: Prepared, text: Text, sequential: bool, memory: int, progress: Progress[Any]) -> outcomes.Stream:
-    if not sequential:
-        return outcomes.independent(ready.model, ready.plan, ready.statistics, progress)
-    assert ready.statistics is not None and text.samples is not None, "text was drawn for it"
-    return outcomes.sequential(ready.model, ready.plan, ready.statistics, text.samples.ids, memory, progress)
-
-
-def _tuned(ready: Prepared, text: Text, untuned: Artifact, steps: int, memory: int, progress: Progress[Any]) -> outcomes.Stream:
-    from fewbits import tuning
-
-    assert text.samples is not None, "text was drawn for it"
-    known = outcomes.Stored(untuned)
-    return tuning.tuned_outcomes(ready.model, ready.plan, text.samples.ids, known, memory, steps, progress, untuned.path.parent)
+def _check_plannable(source: Model, target: Target, rewrite: str, activations: str, method: str, blind: bool) -> None:
+    _check_target(target, source.path, source.config, source.tokenizer)
+    methods.get(method)
+    if rewrite != "none":
+        raise InputError("`--rewrite` goes with `--format`", "a budget chooses formats for the weights as they are")
+    if activations != "none":
+        raise InputError("`--activations` goes with `--format`", "or make a plan first and edit it")
+    if blind:
+        raise InputError("an accuracy cannot be met without measuring it", "leave `--no-verify` out, or give a size")
 
 
 def make_plan(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fewbits import calibration, embedded, formats, methods, planning, texts
+from fewbits.activations import Activation
 from fewbits.calibration import Paths, storing
 from fewbits.calibration.coverage import Coverage, coverage
 from fewbits.calibration.data import documents
@@ -86,10 +87,17 @@ def held_out_windows(source: Model, data: Paths, length: int | None, tokens: int
 
 
 def prepare(
-    source: Model, plan: Plan, text: Text, *, stats: str | Path | None, rewrite: str, memory: int, work: Path, progress: Progress[Any]
+    source: Model,
+    plan: Plan,
+    text: Text,
+    statistics: Statistics | ImportanceMatrix | None,
+    *,
+    rewrite: str,
+    memory: int,
+    work: Path,
+    progress: Progress[Any],
 ) -> Prepared:
     seen = coverage(text.samples, source.tokenizer, text.windows) if text.samples else None
-    statistics = _statistics(source, stats, text.samples, memory, work / "statistics", progress)
     name = _rewrite(rewrite, plan)
     rows: Sequence[Any] = ()
     model = source
@@ -125,7 +133,7 @@ def _rewrite(asked: str, plan: Plan) -> Any:
     return "smoothquant" if any(a.format == "int8" for a in plan.activations.values()) else "none"
 
 
-def _statistics(
+def statistics_for(
     source: Model, stats: str | Path | None, drawn: Samples | None, memory: int, folder: Path, progress: Progress[Any]
 ) -> Statistics | ImportanceMatrix | None:
     """Those given (a folder, or llama.cpp's importance matrix), those of an earlier run over the same model and text, or new ones."""
@@ -140,7 +148,8 @@ def _statistics(
         return None
     if (folder / storing.ABOUT).is_file():
         found = Statistics(folder)
-        if found.model_sha256 == source.fingerprint and [run["data_sha256"] for run in found.about["runs"]] == [drawn.digest]:
+        same = found.model_sha256 == source.fingerprint and [run["data_sha256"] for run in found.about["runs"]] == [drawn.digest]
+        if same and {weight.name for weight in source.weights} <= set(found.names):  # an older fewbits saw no experts
             return found
     return calibration.collect(source, drawn, folder, memory=memory, progress=progress)
 
@@ -159,6 +168,10 @@ def _ranged(plan: Plan, statistics: Statistics | ImportanceMatrix | None) -> Pla
     for name, activation in plan.activations.items():
         if activation.static and activation.range:
             levels = ranges.LEVELS[activation.format if activation.symmetric else f"{activation.format}_asymmetric"]
-            found = statistics.input(name).range(activation.range, levels)
-            chosen[name] = activation.calibrated(found.low, found.high)
+            seen = statistics.of(name).input
+            if seen is None:  # calibration never reached it: scaled as it comes
+                chosen[name] = Activation(activation.format)
+            else:
+                found = seen.range(activation.range, levels)
+                chosen[name] = activation.calibrated(found.low, found.high)
     return planning.with_activations(plan, chosen)

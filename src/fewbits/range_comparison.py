@@ -54,6 +54,8 @@ def compare_ranges(stats: str | Path, levels: str = "int8", progress: Progress[s
     rows = []
     for site in progress(readers, len(readers), "estimating ranges"):
         seen = statistics.input(site)
+        if not seen.tokens():
+            continue  # an expert that no token was given to
         if seen.histogram is None:
             raise InputError(f"`{stats}` has no histogram of `{site}`", "calibrate again")
         for method in ranges.all():

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fewbits import formats, kernels
 from fewbits.calibration.collecting import Batch, Buffers
@@ -134,14 +134,14 @@ class _Trial:
                 yield self
             finally:
                 for weight in self._weights:
-                    self._parameter(weight).requires_grad_(False).grad = None
+                    self._blocks.parameter(weight).requires_grad_(False).grad = None
 
     @torch.no_grad()
     def judge(self, batches: Sequence[Batch], grids: Mapping[str, Grid] | None = None) -> float:
         """The mean error of these tokens, with these grids or those of the start."""
         for weight in self._weights:
             entry = self._scales[weight.name]
-            self._set(weight, _decoded(entry.fmt, entry.codes, grids[weight.name] if grids else entry.start))
+            self._blocks.put(weight, _decoded(entry.fmt, entry.codes, grids[weight.name] if grids else entry.start))
         return sum(float(self._errors(batch).double().sum()) for batch in batches) / sum(batch.ids.numel() for batch in batches)
 
     def descend(self, batches: Sequence[Batch], steps: int, rate: float) -> None:
@@ -163,13 +163,13 @@ class _Trial:
         """Back to the weights through the block, then from each weight to its scales."""
         moving = [(weight, self._scales[weight.name].decoded()) for weight in self._weights if self._scales[weight.name].changes]
         for weight, decoded in moving:
-            self._set(weight, decoded.detach())
-            self._parameter(weight).requires_grad_().grad = None
+            self._blocks.put(weight, decoded.detach())
+            self._blocks.parameter(weight).requires_grad_().grad = None
         self._errors(batch).mean().backward()
         for weight, decoded in moving:
-            gradient = self._parameter(weight).grad
-            if gradient is not None:  # None: an expert that no token went to
-                decoded.backward(gradient.T if weight.transposed else gradient)
+            gradient = self._blocks.parameter(weight).grad
+            if gradient is not None:  # None: nothing went through it
+                decoded.backward(weight.view(gradient))
 
     def _errors(self, batch: Batch) -> Tensor:
         shape = (*batch.ids.shape, self._inputs.shape[-1])
@@ -179,17 +179,8 @@ class _Trial:
 
     def _rounding_error(self, weight: Weight) -> float:
         """Of the whole weight, relative: read before the float values give way to decoded ones."""
-        entry, parameter = self._scales[weight.name], self._parameter(weight).detach()
-        w = parameter.T if weight.transposed else parameter
+        entry, w = self._scales[weight.name], weight.view(self._blocks.parameter(weight).detach())
         return float((_decoded(entry.fmt, entry.codes, entry.start) - w).norm() / w.norm().clamp(min=_LEAST_CHANGE))
-
-    def _set(self, weight: Weight, matrix: Tensor) -> None:
-        self._parameter(weight).data = matrix.T.contiguous() if weight.transposed else matrix
-
-    def _parameter(self, weight: Weight) -> nn.Parameter:
-        parameter = self._blocks.submodule(weight.name).weight
-        assert isinstance(parameter, nn.Parameter)
-        return parameter
 
 
 def tuned_outcomes(
@@ -243,8 +234,8 @@ class _Walk:
         """`outer`: embeddings, and what else the quantized model holds outside of blocks."""
         tokens = self.batches[-1].where.stop
         self.reference, self.quantized = torch.empty(0), torch.empty(0)
-        parameters = {weight: self.blocks.submodule(weight.name).weight for weight in self.blocks.outer_weights}
-        kept = {weight: parameter.data for weight, parameter in parameters.items()}
+        parameters = {weight.parameter: self.blocks.parameter(weight) for weight in self.blocks.outer_weights}
+        kept = {name: parameter.data for name, parameter in parameters.items()}
         for batch in self.batches:
             hidden, calls = self.blocks.enter(batch.ids)
             self.calls.setdefault(tuple(batch.ids.shape), calls)
@@ -253,13 +244,15 @@ class _Walk:
                 self.reference, self.quantized = buffers.new(), buffers.new()
             self.reference[batch.where] = hidden.reshape(-1, hidden.shape[-1])
         try:
-            for weight, parameter in parameters.items():
-                parameter.data = outer[weight.name].T if weight.transposed else outer[weight.name]
+            for weight in self.blocks.outer_weights:
+                if weight.expert == 0:  # all of the stack are put one by one, and not into what is kept
+                    parameters[weight.parameter].data = torch.empty_like(kept[weight.parameter])
+                self.blocks.put(weight, outer[weight.name])
             for batch in self.batches:
                 self.quantized[batch.where] = self.blocks.enter(batch.ids)[0].reshape(-1, self.quantized.shape[-1])
         finally:
-            for weight, parameter in parameters.items():
-                parameter.data = kept[weight]
+            for name, parameter in parameters.items():
+                parameter.data = kept[name]
 
     def advance_reference(self, index: int) -> None:
         self._advance(index, self.reference, {})
@@ -272,8 +265,7 @@ class _Walk:
         with self.blocks.filled(index) as block:
             for weight in self.blocks.weights(index):
                 if weight.name in decoded:
-                    matrix = decoded[weight.name]
-                    self.blocks.submodule(weight.name).weight.data = matrix.T.contiguous() if weight.transposed else matrix
+                    self.blocks.put(weight, decoded[weight.name])
             for batch in self.batches:
                 x = hidden[batch.where].view(*batch.ids.shape, -1)
                 out = self.blocks.run(block, x, self.calls[tuple(batch.ids.shape)][index])

@@ -120,7 +120,7 @@ def collect(
                 for name, gradient in found.items():
                     lookups[f"{name}:lookup"] |= {"fisher_square": gradient.fisher_square, "fisher": gradient.fisher}
         storing.write(folder, "gradient", len(blocks), output | lookups)
-        for weight in blocks.outer_weights:
+        for weight in source.weights:  # embeddings, and what no text goes through or has no one input: convolutions in groups
             weights.setdefault(weight.name, {"block": len(blocks), "site": None})
         about = {
             "schema": storing.SCHEMA,

@@ -16,12 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fewbits.calibration.recording import GradientRecorder, Gradients, InputRecorder, KvRecorder, counting_experts, finished
+from fewbits.calibration.recording import (
+    GradientRecorder,
+    Gradients,
+    InputRecorder,
+    KvRecorder,
+    Watched,
+    counting_experts,
+    finished,
+    watched,
+)
 
 if TYPE_CHECKING:
     from fewbits.blocks import Blocks, Call
     from fewbits.calibration.statistics import InputStatistics
-    from fewbits.model import Weight
     from fewbits.progress import Progress
 
 _BATCH_TOKENS = 2048  # enough rows for a matrix product to run at full speed
@@ -106,14 +114,14 @@ class Collector:
         hidden = self._embed()
         for index in progress(range(len(self.blocks)), len(self.blocks), "statistics, forward"):
             following = self._following(hidden)
-            recorder = InputRecorder(self._modules(self.blocks.weights(index)), self.hessians)
+            recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), self.hessians)
             kv = KvRecorder()
             with ExitStack() as stack:
                 block = stack.enter_context(self.blocks.filled(index))
                 stack.enter_context(recorder.attached())
                 stack.enter_context(counting_experts(block, self.blocks.prefix(index), self.experts))
                 for batch in self.batches:
-                    recorder.next_call(batch.half)
+                    recorder.next_call(batch.half, *batch.ids.shape)
                     call = self._calls[tuple(batch.ids.shape)][index]
                     x = hidden[batch.where].view(*batch.ids.shape, -1)
                     out = self.blocks.run(block, x, call, kv if "past_key_values" in call else None)
@@ -131,10 +139,10 @@ class Collector:
         for index in progress(reversed(range(count)), count, "statistics, backward"):
             hidden = self._between.pop()
             weights = self.blocks.weights(index)
-            recorder = GradientRecorder(self._modules(weights), weights, self.hessians)
+            recorder = GradientRecorder(watched(self.blocks, weights), weights, self.hessians)
             with self.blocks.filled(index) as block, recorder.attached(), torch.enable_grad():
                 for batch in self.batches:
-                    recorder.half = batch.half
+                    recorder.next_call(batch.half, *batch.ids.shape)
                     shape = (*batch.ids.shape, hidden.shape[-1])
                     x = hidden[batch.where].view(shape).detach().requires_grad_()
                     out = self.blocks.run(block, x, self._calls[tuple(batch.ids.shape)][index])
@@ -167,7 +175,7 @@ class Collector:
 
     def _output_sites(self, hidden: Tensor) -> dict[str, tuple[InputStatistics, list[str]]]:
         modules = self._output_modules()
-        recorder = InputRecorder(modules, self.hessians)
+        recorder = InputRecorder(Watched(modules), self.hessians)
 
         def enough(*_: Any) -> None:
             raise _Enough
@@ -175,7 +183,7 @@ class Collector:
         with recorder.attached():
             handles = [module.register_forward_pre_hook(enough) for module in modules.values()]
             for batch in self.batches:
-                recorder.next_call(batch.half)
+                recorder.next_call(batch.half, *batch.ids.shape)
                 with suppress(_Enough):
                     self.blocks.leave(hidden[batch.where].view(*batch.ids.shape, -1))
             for handle in handles:
@@ -187,11 +195,12 @@ class Collector:
         assert self._buffers is not None
         modules = self._output_modules()
         weights = [weight for weight in self.blocks.outer_weights if weight.name in modules]
-        recorder = GradientRecorder(modules, weights, self.hessians)
+        recorder = GradientRecorder(Watched(modules), weights, self.hessians)
         gradient, generator = self._buffers.new(), torch.Generator().manual_seed(self.seed)
         with recorder.attached(), torch.enable_grad():
             for batch in progress(self.batches, len(self.batches), "statistics, loss"):
-                recorder.half, length = batch.half, batch.ids.shape[1]
+                length = batch.ids.shape[1]
+                recorder.next_call(batch.half, 1, length)
                 for start in range(batch.where.start, batch.where.stop, length):
                     x = hidden[start : start + length].unsqueeze(0).requires_grad_()
                     logits = self.blocks.leave(x)
@@ -209,15 +218,12 @@ class Collector:
                     found[weight.name].add(g, g.new_ones(*batch.ids.shape, 1), batch.half)
         return found
 
-    def _modules(self, weights: Sequence[Weight]) -> dict[str, nn.Module]:
-        return {weight.name: self.blocks.submodule(weight.name) for weight in weights}
-
     def _output_modules(self) -> dict[str, nn.Module]:
         """Outer matrices that multiply: an output of its own, or the second role of a tied embedding."""
         found = {}
         for weight in self.blocks.outer_weights:
             path = weight.tied_to if weight.kind == "embedding" else weight.name
-            if path is not None:
+            if path is not None and weight.expert is None and weight.kind != "convolution":
                 found[weight.name] = self.blocks.submodule(path)
         return found
 

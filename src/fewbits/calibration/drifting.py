@@ -24,7 +24,7 @@ class Drift:
 
 def drift(statistics: Statistics, names: Iterable[str] | None = None) -> tuple[Drift, ...]:
     """Largest first."""
-    rows = [_drift(name, statistics.of(name)) for name in names or statistics.names if statistics.site(name) is not None]
+    rows = [_drift(name, found) for name in names or statistics.names if (found := statistics.of(name)).input is not None]
     return tuple(sorted(rows, key=lambda row: row.importance, reverse=True))
 
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from fewbits.calibration.collecting import Buffers, batches
-from fewbits.calibration.recording import InputRecorder, finished
+from fewbits.calibration.recording import InputRecorder, finished, watched
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fewbits.blocks import Blocks, Call
-    from fewbits.calibration.statistics import InputStatistics, WeightStatistics
+    from fewbits.calibration.statistics import InputStatistics
 
 
 class Sequential:
@@ -39,7 +38,7 @@ class Sequential:
 
     def inputs(self, index: int) -> dict[str, InputStatistics]:
         """Of every weight of this block, by name: what it reads now."""
-        recorder = InputRecorder({w.name: self.blocks.submodule(w.name) for w in self.blocks.weights(index)}, hessians=True)
+        recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), hessians=True)
         self._run(index, {}, recorder)
         return {reader: found for found, readers in finished(recorder).values() for reader in readers}
 
@@ -54,20 +53,13 @@ class Sequential:
             block = stack.enter_context(self.blocks.filled(index))
             for weight in self.blocks.weights(index):
                 if weight.name in decoded:
-                    matrix = decoded[weight.name]
-                    parameter = self.blocks.submodule(weight.name).weight
-                    assert isinstance(parameter, torch.nn.Parameter)
-                    parameter.copy_(matrix.T if weight.transposed else matrix)
+                    self.blocks.put(weight, decoded[weight.name])
             if recorder:
                 stack.enter_context(recorder.attached())
             for batch in self._batches:
                 if recorder:
-                    recorder.next_call(batch.half)
+                    recorder.next_call(batch.half, *batch.ids.shape)
                 x = self._hidden[batch.where].view(*batch.ids.shape, -1)
                 out = self.blocks.run(block, x, self._calls[tuple(batch.ids.shape)][index])
                 if recorder is None:
                     self._hidden[batch.where] = out.reshape(-1, out.shape[-1])
-
-
-def with_inputs(known: WeightStatistics, seen: InputStatistics | None) -> WeightStatistics:
-    return known if seen is None else replace(known, input=seen)

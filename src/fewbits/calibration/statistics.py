@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["aware", "plain", "fisher", "class"]
 Half = Literal[0, 1] | None  # one half of the samples, or all of them
+Rows = slice | Tensor  # some rows of a weight: every n-th, or by index
 _PLAIN_SHARE = 0.05  # of the plain moments in the loss-weighted ones: what never moved the loss in calibration may do so later
 
 
@@ -97,6 +98,18 @@ class Lookup:
     square: Tensor | None = None  # (2, cols) float64: sum over tokens of g^2
     fisher: Tensor | None = None  # (2, cols, cols) float32: sum of g g^T
 
+    @property
+    def tokens(self) -> int:
+        return max(1, int(self.usage.sum()))
+
+    def frequency(self) -> Tensor:
+        """(rows,): the share of lookups that each row is expected to get. Rows never seen share what Good and Turing give them: as much
+        as those seen once have together."""
+        usage = self.usage.float()
+        unseen = self.usage == 0
+        usage[unseen] = float((self.usage == 1).sum()) / max(1, int(unseen.sum()))
+        return usage / self.tokens
+
 
 @dataclass
 class WeightStatistics:
@@ -144,19 +157,31 @@ class WeightStatistics:
         by_class = _normal(self._input.second_moment(half, *self._class_weights(half)))
         return by_class if kind == "class" else _normal(fisher + by_class)
 
-    def damage(self, error: Tensor, w: Tensor, half: Half = None, rows: slice = slice(None)) -> float:
-        """Of this error (rows, cols) in the weight: the KL that it is predicted to cost, half the sum over rows of g2_i e_i H e_i^T;
-        without gradients the squared error of the output, relative to the output."""
-        if self.fisher is None or self.sensitivity is None or self.gradient_square is None:
-            plain = self.hessian(half, "plain") if self.has_hessian else self.importance(half).diag()
-            return float(_quadratic(error, plain).sum() / _quadratic(w, plain).sum().clamp(min=1e-30))
-        weighted = _of(self.fisher, half) / _of(self.sensitivity, half).sum().float().clamp(min=1e-30)
-        damage = float((self.output_sensitivity(half)[rows] * _quadratic(error, weighted)).sum())
-        if self.lookup and self.lookup.fisher is not None:
-            tokens = max(1, self._input.tokens(half))
-            used = self.lookup.usage[rows] / max(1, self._input.tokens())
-            damage += float((used * _quadratic(error, _of(self.lookup.fisher, half) / tokens)).sum())
-        return 0.5 * damage
+    def damage(self, error: Tensor, w: Tensor, half: Half = None, rows: Rows = slice(None)) -> float:
+        """Of this error (rows, cols) in the weight: the KL that it is predicted to cost; without gradients the squared error of the
+        output, relative to the output."""
+        if self.predicts_kl:
+            return float(self.row_damage(error, half, rows).sum())
+        plain = self.hessian(half, "plain") if self.has_hessian else self.importance(half).diag()
+        return float(_quadratic(error, plain).sum() / _quadratic(w, plain).sum().clamp(min=1e-30))
+
+    @property
+    def predicts_kl(self) -> bool:
+        by_output = self.fisher is not None and self.sensitivity is not None and self.gradient_square is not None
+        return by_output if self.input is not None else self.lookup is not None and self.lookup.fisher is not None
+
+    def row_damage(self, error: Tensor, half: Half = None, rows: Rows = slice(None)) -> Tensor:
+        """(rows,): the predicted KL of each row's error, half of g2_i e_i H e_i^T, H weighted by the tokens' share in the loss; for an
+        embedding's lookups half of how often row i is looked up times e_i G e_i^T."""
+        assert self.predicts_kl, "calibrated without gradients"
+        damage = torch.zeros(len(error))
+        if self.fisher is not None and self.sensitivity is not None:
+            weighted = _of(self.fisher, half) / _of(self.sensitivity, half).sum().float().clamp(min=1e-30)
+            damage += 0.5 * self.output_sensitivity(half)[rows] * _quadratic(error, weighted)
+        if self.lookup is not None and self.lookup.fisher is not None:
+            tokens = self.input.tokens(half) if self.input else self.lookup.tokens / (1 if half is None else 2)
+            damage += 0.5 * self.lookup.frequency()[rows] * _quadratic(error, _of(self.lookup.fisher, half) / max(1, tokens))
+        return damage
 
     def errors_by_place(self, error: Tensor, w: Tensor, half: Half = None) -> tuple[float, float]:
         """Squared error of the output relative to the output, at position 0 and after it; nan where there is no such position."""

@@ -56,10 +56,13 @@ class Statistics:
         row = self._weights.get(weight)
         if row is None:
             raise InputError(f"`{self.folder}` has no statistics of `{weight}`", "were they taken of another model?")
+        seen = None if row["site"] is None else self.input(weight)
+        if seen is not None and not seen.tokens():
+            return WeightStatistics(None)  # an expert that no token was given to
         gradient = self._fields("gradient", row["block"], weight)
         lookup = self._fields("gradient", row["block"], f"{weight}:lookup")
         return WeightStatistics(
-            input=None if row["site"] is None else self.input(weight),
+            input=seen,
             sensitivity=gradient.get("sensitivity"),
             gradient_square=gradient.get("gradient_square"),
             fisher_square=gradient.get("fisher_square"),

@@ -30,7 +30,10 @@ class Checkpoint(Protocol):
         """The cast format (`fp16`, `bf16`, `fp32`) that keeps this tensor as it is."""
 
     def load(self, name: str) -> Tensor:
-        """In the stored dtype; a quantized tensor is decoded to float32."""
+        """In the stored dtype; a quantized tensor is decoded to float32. It may be the file's own memory: not to be written to."""
+
+    def load_slice(self, name: str, index: int) -> Tensor:
+        """One entry of the first dimension, without reading the others where the file allows it."""
 
     def save_assets(self, folder: Path) -> None:
         """Everything but weights: config, generation config, tokenizer, chat template."""

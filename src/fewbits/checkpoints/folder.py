@@ -55,6 +55,10 @@ class Folder:
         tensor: Tensor = self._file(name).get_tensor(name)
         return tensor
 
+    def load_slice(self, name: str, index: int) -> Tensor:
+        part: Tensor = self._file(name).get_slice(name)[index]
+        return part
+
     def save_assets(self, folder: Path) -> None:
         for pattern in _ASSETS:
             for file in sorted(self.path.glob(pattern)):

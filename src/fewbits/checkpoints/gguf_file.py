@@ -61,6 +61,9 @@ class GgufFile:
             tensor = tensor[torch.tensor(order).argsort()]
         return tensor.T if name in self._transposed else tensor
 
+    def load_slice(self, name: str, index: int) -> Tensor:
+        return self.load(name)[index]
+
     def save_assets(self, folder: Path) -> None:
         self.config.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from fewbits import kernels
 from fewbits.errors import InputError
-from fewbits.feedback.hessian import Order, Singular, ordered
+from fewbits.feedback.hessian import Order, Ordered, Singular, ordered
 from fewbits.feedback.rows import Rows, shared
 
 if TYPE_CHECKING:
     from fewbits.formats import Format, Grid
 
-__all__ = ["Order", "Singular", "Solved", "objective", "solve"]
+__all__ = ["Order", "Ordered", "Singular", "Solved", "objective", "ordered", "solve", "width"]
 
 _CHUNK = 1 << 22  # weights at a time: some ten arrays of this size are alive at once, 100 to 200 MB
 
@@ -48,7 +48,7 @@ class Solved:
 def solve(
     w: Tensor,
     fmt: Format,
-    hessian: Tensor,
+    hessian: Tensor | Ordered,
     *,
     damping: float = 0.03,
     order: Order = "blocks",
@@ -57,7 +57,8 @@ def solve(
     dtype: torch.dtype = torch.float32,
     native: bool | None = None,
 ) -> Solved:
-    """w (rows, cols), hessian (cols, cols) symmetric and positive semi-definite, of any magnitude.
+    """w (rows, cols), hessian (cols, cols) symmetric and positive semi-definite, of any magnitude; or one that `ordered` has
+    prepared for all formats of one `width`, and then damping and order are its own.
 
     order: `blocks` by falling mean diagonal, and so the columns inside of each; `columns` all by falling diagonal, with scales fitted
     once to the weights as they are; `natural` as they lie. A format with one scale per row has one block: there the first two are the same.
@@ -70,12 +71,12 @@ def solve(
         raise InputError(f"{fmt.name} is a cast: it has no levels to choose from", "error feedback needs a format with codes")
     if reason := fmt.fits((rows, cols)):
         raise InputError(f"{fmt.name} cannot hold this weight: {reason}", "choose a format with smaller blocks")
-    if hessian.shape != (cols, cols):
+    if isinstance(hessian, Tensor) and hessian.shape != (cols, cols):
         raise ValueError(f"the Hessian is {tuple(hessian.shape)}, the weight has {cols} columns")
     if not w.isfinite().all():
         raise InputError("the weight holds NaN or infinity", "no format can keep them: repair the checkpoint")
     w, backend = w.detach().float(), _backend(dtype, native)
-    h = ordered(hessian, _width(fmt, cols), order, damping, dtype)
+    h = hessian if isinstance(hessian, Ordered) else ordered(hessian, width(fmt, cols), order, damping, dtype)
     fixed = fmt.fit(w, h.stakes) if fmt.tensor_wide else None
 
     def solve_rows(chunk: Tensor) -> tuple[Tensor, Grid]:
@@ -98,7 +99,7 @@ def objective(w: Tensor, decoded: Tensor, hessian: Tensor) -> Tensor:
     return (error @ hessian.double() * error).sum(1)
 
 
-def _width(fmt: Format, cols: int) -> int:
+def width(fmt: Format, cols: int) -> int:
     """Columns that are fitted together."""
     return cols if fmt.run is None else math.lcm(fmt.run, fmt.block)
 

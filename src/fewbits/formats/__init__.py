@@ -105,3 +105,11 @@ def get(name: str) -> Format:
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean `{near[0]}`?" if near else f"known formats: {', '.join(known)}"
     raise InputError(f"no format is named `{name}`", hint)
+
+
+def granularity(name: str) -> str:
+    """What shares a scale, in words."""
+    fmt = get(name)
+    if fmt.levels is None:
+        return "none: a cast"
+    return "tensor" if fmt.tensor_wide and fmt.run is None else "channel" if fmt.run is None else f"group of {fmt.run}"

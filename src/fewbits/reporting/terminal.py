@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from fewbits.benchmarks.contest import Paired
     from fewbits.benchmarks.cost import Cost
     from fewbits.benchmarks.quality import Quality
     from fewbits.calibration import Calibrated
@@ -51,7 +52,7 @@ def plan_summary(plan: Plan) -> None:
     for entry in plan.entries:
         row = counts.setdefault(entry.format, [0, 0])
         row[0], row[1] = row[0] + 1, row[1] + entry.nbytes
-    table = _table("plan", ("format", "weights", "bytes"))
+    table = new_table("plan", ("format", "weights", "bytes"))
     for name, (count, nbytes) in sorted(counts.items(), key=lambda item: -item[1][1]):
         table.add_row(name, str(count), size(nbytes))
     table.add_row("all", str(len(plan.entries)), f"{size(plan.nbytes)}, {plan.bits_per_weight:.3f} bits per weight", style="bold")
@@ -112,7 +113,7 @@ def calibration(result: Calibrated) -> None:
     console.print(table)
     if result.drift:
         rows = [result.drift[0], result.drift[len(result.drift) // 2], result.drift[-1]]
-        table = _table("from half of the samples to all: what more data would still change", ("weight", "importance", "Hessian"))
+        table = new_table("from half of the samples to all: what more data would still change", ("weight", "importance", "Hessian"))
         for which, row in zip(("most", "middle", "least"), rows, strict=True):
             moved = "" if row.hessian is None else f"{row.hessian:.1%}"
             table.add_row(f"{which}: {escape(row.weight)}", f"{row.importance:.1%}", moved)
@@ -147,7 +148,7 @@ def verdict(verdict: Verdict) -> None:
 
 def demo(result: Demo) -> None:
     columns = ("format", "runtime", "bytes", "bits/w", "KL to float", "ppl ratio", "top-1", "as torch")
-    table = _table(f"the {result.model} model in each format, run by its runtime", columns)
+    table = new_table(f"the {result.model} model in each format, run by its runtime", columns)
     for row in result.rows:
         v = row.verdict
         half = (v.kl_ci95[1] - v.kl_ci95[0]) / 2
@@ -173,7 +174,7 @@ def demo(result: Demo) -> None:
 
 
 def formats(rows: Iterable[tuple[Format, float, str, str]]) -> None:
-    table = _table("formats", ("name", "bits/w", "per", "targets", "kernel", "what it is"))
+    table = new_table("formats", ("name", "bits/w", "per", "targets", "kernel", "what it is"))
     for fmt, bits, targets, kernel in rows:
         run = "-" if fmt.levels is None else str(fmt.run) if fmt.run else "tensor" if fmt.tensor_wide else "row"
         table.add_row(fmt.name, f"{bits:.4g}", run, targets or "none yet", _short(kernel), fmt.about)
@@ -186,7 +187,7 @@ def inspection(found: Inspection) -> None:
     for key, value in found.metadata.items():
         text = str(value).replace("\n", " ")
         console.print(f"  {escape(key)}: {escape(text if len(text) <= 96 else text[:93] + '...')}", soft_wrap=True)
-    table = _table(None, ("tensor", "type", "shape", "std", "peak", "-4 .. 4 std"))
+    table = new_table(None, ("tensor", "type", "shape", "std", "peak", "-4 .. 4 std"))
     for t in found.tensors:
         shape = "x".join(map(str, t.shape)) or "scalar"
         v = t.values
@@ -200,14 +201,14 @@ def inspection(found: Inspection) -> None:
 
 def comparison(result: Comparison) -> None:
     title = f"relative RMS error, {result.bits} bits, max scaling; x less: than per tensor"
-    table = _table(title, ("weight", "per tensor", "per channel", "x less", "per 64", "x less"))
+    table = new_table(title, ("weight", "per tensor", "per channel", "x less", "per 64", "x less"))
     for g in result.weights:
         group = (f"{g.per_group:.4f}", f"{g.group_ratio:.2f}") if g.per_group and g.group_ratio else ("does not divide", "")
         table.add_row(escape(g.weight), f"{g.per_tensor:.4f}", f"{g.per_channel:.4f}", f"{g.channel_ratio:.2f}", *group)
     console.print(table)
     base = next((row.error for row in result.formats if row.format == "q4_0"), None)
     columns = ("format", "bits/w", "error max", "search", "to q4_0", "decode Gw/s", "kernel", "left out")
-    table = _table("the same weights by format: relative RMS error, decode speed", columns)
+    table = new_table("the same weights by format: relative RMS error, decode speed", columns)
     for row in result.formats:
         errors = [f"{e:.5f}" if e is not None else "fits none" for e in (row.error_max, row.error)]
         ratio = f"{row.error / base:.2f}x" if base and row.error is not None else ""
@@ -220,12 +221,12 @@ def range_comparison(result: RangeComparison) -> None:
     best, by_input = result.best(), result.by_input()
     methods = [row.method for row in next(iter(by_input.values()))]
     short = [method.removeprefix("percentile_").replace("moving_", "") for method in methods]
-    table = _table(f"squared error of {result.levels} over the mean square, by estimator; the least in bold", ("input", *short))
+    table = new_table(f"squared error of {result.levels} over the mean square, by estimator; the least in bold", ("input", *short))
     for name, rows in by_input.items():
         cells = [f"[bold]{row.error:.1e}[/]" if row.method == best[name] else f"{row.error:.1e}" for row in rows]
         table.add_row(escape(".".join(name.split(".")[-3:])), *cells)
     console.print(table)
-    table = _table("mean over inputs", ("estimator", "least error on", "error", "clipped share", "KL"))
+    table = new_table("mean over inputs", ("estimator", "least error on", "error", "clipped share", "KL"))
     for method in methods:
         rows = [row for row in result.rows if row.method == method]
         means = [sum(getattr(row, field) for row in rows) / len(rows) for field in ("error", "clipped", "kl")]
@@ -234,7 +235,7 @@ def range_comparison(result: RangeComparison) -> None:
 
 
 def kv_comparison(result: KvComparison) -> None:
-    table = _table("KV cache in torch, against the float cache", ("format", "context", "bits/value", "KL", "perplexity ratio", "95 %"))
+    table = new_table("KV cache in torch, against the float cache", ("format", "context", "bits/value", "KL", "perplexity ratio", "95 %"))
     for row in result.rows:
         low, high = row.ppl_ratio_ci95
         bits = f"{row.bits_per_value:.2f}"
@@ -246,17 +247,20 @@ def quality(result: Quality) -> None:
     for judged in result.texts:
         where = f"[bold]{escape(result.model)}[/] in llama.cpp on {judged.tokens:,} tokens of {escape(judged.text)}"
         console.print(f"{where}; KL floor {judged.kl_floor:.1e} (float file), {judged.kl_q8_0:.1e} (q8_0)")
-        table = _table(None, ("format", "bits/w", "made by", "KL", "KL ratio", "95 %", "top-1", "perplexity ratio"))
+        table = new_table(None, ("format", "bits/w", "made by", "KL", "KL ratio", "95 %", "top-1", "perplexity ratio"))
         for row in judged.rows:
-            low, high = row.kl_ratio_ci95
-            numbers = (f"{row.kl:.4f}", f"{row.kl_ratio:.3f}", f"{low:.3f} .. {high:.3f}", f"{row.top1:.2%}", f"{row.ppl_ratio:.4f}")
-            table.add_row(row.format, f"{row.bits_per_weight:.3g}", row.maker, *numbers)
+            table.add_row(row.format, f"{row.bits_per_weight:.3g}", row.maker, *paired(row.found))
         console.print(table)
+
+
+def paired(found: Paired) -> tuple[str, ...]:
+    low, high = found.kl_ratio_ci95
+    return f"{found.kl:.4f}", f"{found.kl_ratio:.3f}", f"{low:.3f} .. {high:.3f}", f"{found.top1:.2%}", f"{found.ppl_ratio:.4f}"
 
 
 def cost(result: Cost) -> None:
     title = f"{escape(result.model)}: {result.tokens:,} tokens, {result.threads} threads"
-    table = _table(title, ("step", "seconds", "x forward", "CPU x forward", "peak memory"))
+    table = new_table(title, ("step", "seconds", "x forward", "CPU x forward", "peak memory"))
     for step in result.steps:
         memory = "" if step.peak_memory is None else size(step.peak_memory)
         table.add_row(step.name, f"{step.seconds:.1f}", f"{step.multiple:.2f}", f"{step.cpu_multiple:.2f}", memory)
@@ -267,7 +271,7 @@ def _short(backend: str) -> str:
     return backend.removeprefix("native-")
 
 
-def _table(title: str | None, columns: Iterable[str]) -> Table:
+def new_table(title: str | None, columns: Iterable[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), header_style="dim")
     for number, column in enumerate(columns):
         right = number > 0 and any(

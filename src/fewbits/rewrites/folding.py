@@ -80,7 +80,8 @@ class _Scene:
         self.modules = {lead + name: module for name, module in part.named_modules() if name}
         self.parameters = {lead + name: parameter for name, parameter in part.named_parameters()}
         # one that is tied to another cannot be rescaled alone: it counts as a reader of another kind, which the proof notices
-        self.weights = {weight.name: weight for weight in weights if weight.kind != "embedding" and weight.tied_to is None}
+        plain = (w for w in weights if w.kind not in ("embedding", "convolution") and w.tied_to is None and w.expert is None)
+        self.weights = {weight.name: weight for weight in plain}
         self.norms = [name for name in self.modules if name not in self.weights and self._gains(name)]
 
     def _gains(self, name: str) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,20 +28,30 @@ class _Module(Session):
         self._kv = None if kv is None else caches.get(kv)
         if self._kv and (why_not := caches.unsupported(module.config)):
             raise InputError(f"the KV cache cannot be {self._kv.name}: {why_not}", "leave `--kv` out")
-        submodules = dict(module.named_modules())
+        submodules, parameters = dict(module.named_modules()), dict(module.named_parameters())
+        self._stacks: dict[str, Tensor] = {}
         for name, activation in activations.items():
-            if name not in submodules:
+            stack, _, expert = name.rpartition(".")
+            if name not in submodules and stack in parameters and expert.isdigit() and int(expert) < len(parameters[stack]):
+                self._stacks[stack] = parameters[stack]
+            elif name not in submodules:
                 raise InputError(f"the model has no module `{name}` to round the input of", "is it the plan of another model?")
             if activation.static:
                 rounding.static_scale(activation)  # one that is not calibrated yet is refused here, not at the first token
-        self._rounded = [(submodules[name], activation) for name, activation in activations.items()]
+        self._activations = activations
+        self._rounded = [(submodules[name], activation) for name, activation in activations.items() if name in submodules]
 
     def logits(self, tokens: list[int]) -> Tensor:
         import torch
 
+        from fewbits.stacks import Products
+
         with torch.inference_mode(), ExitStack() as hooks:
             for module, activation in self._rounded:
                 hooks.enter_context(module.register_forward_pre_hook(_rounding_hook(activation)))
+            if self._stacks:
+                hooks.enter_context(_expert_by_expert(self._module))
+                hooks.enter_context(Products(self._stacks, change=self._round_expert))
             if self._kv is None:
                 return self._run(tokens)
             from fewbits.kv_cache import QuantizedCache
@@ -56,9 +66,30 @@ class _Module(Session):
         logits: Tensor = out[0][0].float()
         return logits
 
+    def _round_expert(self, stack: str, expert: int, x: Tensor) -> Tensor:
+        activation = self._activations.get(f"{stack}.{expert}")
+        return x if activation is None else rounding.quantized(x, activation)
+
 
 def _rounding_hook(activation: Activation) -> Any:
-    return lambda _, inputs: (rounding.quantized(inputs[0], activation), *inputs[1:])
+    def rounded(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not hasattr(module, "kernel_size"):
+            return rounding.quantized(inputs[0], activation), *inputs[1:]
+        channels = inputs[0].dim() - len(module.kernel_size) - 1  # of a convolution: a place's channels share a scale, as a token's do
+        return rounding.quantized(inputs[0].movedim(channels, -1), activation).movedim(-1, channels), *inputs[1:]
+
+    return rounded
+
+
+@contextmanager
+def _expert_by_expert(module: Any) -> Iterator[None]:
+    """transformers may multiply all experts in one fused call, which leaves no input of one expert to round."""
+    before = module.get_experts_implementation()
+    module.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        module.set_experts_implementation(before)
 
 
 def of_module(module: Any, activations: Mapping[str, Activation] | None = None, kv: str | None = None) -> Session:

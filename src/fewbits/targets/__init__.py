@@ -18,6 +18,7 @@ from fewbits.errors import InputError
 if TYPE_CHECKING:
     from fewbits.activations import Activation
     from fewbits.artifact import Artifact
+    from fewbits.drafting import Draft
     from fewbits.formats import Format
     from fewbits.model import Weight
     from fewbits.progress import Progress
@@ -28,7 +29,12 @@ class Target(ABC):
     about: str
     file_name: str  # what a folder given as output receives: `model.gguf`
     runtime: str  # the runtime that `verify` uses by default: a name in fewbits.runtimes
+    candidates: tuple[str, ...]  # the formats that a plan chooses from unless told: those that are sometimes the best at their size
     marker: str | None = None  # where the output is a folder: the file in it that says so
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.file_name).suffix
 
     @abstractmethod
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
@@ -53,6 +59,10 @@ class Target(ABC):
     @abstractmethod
     def supports(self, config: Any, tokenizer: Any) -> str | None:
         """Why a model with this transformers config and tokenizer cannot be written; None if it can. Asked before any work."""
+
+    @abstractmethod
+    def overhead(self, draft: Draft) -> int:
+        """Bytes of the output that are not the planned weights' tensors, by a dry run: header, graph, tokenizer, norms, padding."""
 
     @abstractmethod
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:

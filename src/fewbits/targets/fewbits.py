@@ -11,9 +11,13 @@ from fewbits.targets import Target
 if TYPE_CHECKING:
     from fewbits.activations import Activation
     from fewbits.artifact import Artifact
+    from fewbits.drafting import Draft
     from fewbits.formats import Format
     from fewbits.model import Weight
     from fewbits.progress import Progress
+
+
+_PER_PART = 400  # of the files' headers and of fewbits.json: a part's name, type, place, and how its codes were chosen; an upper bound
 
 
 class Fewbits(Target):
@@ -21,6 +25,18 @@ class Fewbits(Target):
     about = "a folder for torch: every format, and rounded activations and KV cache, emulated exactly"
     file_name = "model.fewbits"
     runtime = "torch"
+    candidates = (
+        "int3_g32",
+        "int4_g128",
+        "int4_g64",
+        "int4_g32",
+        "int4_g32_asym",
+        "int6_g32",
+        "fp8_e4m3_channel",
+        "int8_channel",
+        "int8_g32",
+        "fp16",
+    )
     marker = "fewbits.json"
 
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
@@ -40,6 +56,16 @@ class Fewbits(Target):
 
     def supports(self, config: Any, tokenizer: Any) -> str | None:
         return None
+
+    def overhead(self, draft: Draft) -> int:
+        import tempfile
+
+        with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+            draft.model.checkpoint.save_assets(Path(scratch))
+            beside = sum(file.stat().st_size for file in Path(scratch).iterdir())
+        rest = sum(tensor.nbytes for tensor in map(draft.tensor, draft.rest))
+        described = 2 * len(draft.plan.to_json()) + _PER_PART * (len(draft.rest) + 4 * len(draft.weights))
+        return beside + rest + described
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
         from fewbits import planning

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from fewbits.activations import Activation
     from fewbits.artifact import Artifact
+    from fewbits.drafting import Draft
     from fewbits.formats import Format, Parts
     from fewbits.model import Weight
     from fewbits.progress import Progress
@@ -101,8 +102,30 @@ class Gguf(Target):
     about = "one file for llama.cpp and all that is built on it"
     file_name = "model.gguf"
     runtime = "llama.cpp"
+    candidates = (
+        "q2_k",
+        "q3_k",
+        "mxfp4",
+        "iq4_xs",
+        "nvfp4",
+        "q4_k",
+        "q4_0",
+        "iq4_nl",
+        "q4_1",
+        "q5_0",
+        "q5_k",
+        "q5_1",
+        "q6_k",
+        "q8_0",
+        "fp16",
+        "bf16",
+    )
 
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
+        if weight.expert is not None:
+            return "GGUF keeps the experts of a mixture in one tensor, which is not written yet"
+        if weight.kind == "convolution":
+            return "convolutions are not written as GGUF yet"
         own = layout(fmt)
         if own is None:
             return f"GGUF has no type with the values of {fmt.name}"
@@ -134,19 +157,28 @@ class Gguf(Target):
         vocabularies.of(tokenizer, config.vocab_size)  # refuses what llama.cpp would silently split otherwise
         return None
 
+    def overhead(self, draft: Draft) -> int:
+        import tempfile
+
+        import gguf
+
+        tensors = list(_tensors(draft))
+        with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+            path = Path(scratch) / "header.gguf"
+            writer = gguf.GGUFWriter(path, architectures.of(draft.config).gguf)
+            _write_header(writer, draft, tensors)
+            writer.close()
+            header = path.stat().st_size
+        padded = sum(gguf.GGUFWriter.ggml_pad(tensor.nbytes, gguf.GGUF_DEFAULT_ALIGNMENT) for tensor in tensors)
+        return int(gguf.GGUFWriter.ggml_pad(header, gguf.GGUF_DEFAULT_ALIGNMENT) + padded - draft.plan.nbytes)
+
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
         import gguf
 
-        config = artifact.config
         tensors = list(_tensors(artifact))
-        writer = gguf.GGUFWriter(path, architectures.of(config).gguf)
+        writer = gguf.GGUFWriter(path, architectures.of(artifact.config).gguf)
         try:
-            _add_metadata(writer, artifact, tensors)
-            for tensor in tensors:
-                writer.add_tensor_info(tensor.name, tensor.shape, None, tensor.nbytes, gguf.GGMLQuantizationType[tensor.type])
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
+            _write_header(writer, artifact, tensors)
             for tensor in progress(tensors, len(tensors), "writing gguf"):
                 writer.write_tensor_data(tensor.load().numpy())
             writer.flush()
@@ -167,8 +199,21 @@ class _Tensor:
     load: Callable[[], Tensor]  # uint8, when its turn comes
 
 
-def _tensors(artifact: Artifact) -> Iterator[_Tensor]:
+def _write_header(writer: Any, artifact: Artifact | Draft, tensors: list[_Tensor]) -> None:
+    import gguf
+
+    _add_metadata(writer, artifact, tensors)
+    for tensor in tensors:
+        writer.add_tensor_info(tensor.name, tensor.shape, None, tensor.nbytes, gguf.GGMLQuantizationType[tensor.type])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+
+def _tensors(artifact: Artifact | Draft) -> Iterator[_Tensor]:
     import torch
+
+    from fewbits.drafting import Draft
 
     config = artifact.config
     rename = architectures.tensor_names(config)
@@ -178,6 +223,7 @@ def _tensors(artifact: Artifact) -> Iterator[_Tensor]:
         return rows if order is None else rows[torch.tensor(order)]
 
     def packed(weight: Weight, own: Layout) -> Tensor:
+        assert not isinstance(artifact, Draft), "a draft has no packed weights"
         return ordered(own.convert(artifact.parts(weight)), weight.name).contiguous()
 
     def kept(name: str) -> Tensor:
@@ -196,7 +242,7 @@ def _tensors(artifact: Artifact) -> Iterator[_Tensor]:
         yield _Tensor(architectures.ROPE_FACTORS, "F32", tuple(factors.shape), 4 * factors.numel(), lambda: _octets(factors))
 
 
-def _add_metadata(writer: Any, artifact: Artifact, tensors: list[_Tensor]) -> None:
+def _add_metadata(writer: Any, artifact: Artifact | Draft, tensors: list[_Tensor]) -> None:
     import gguf
 
     from fewbits import vocabularies

@@ -21,6 +21,7 @@ from fewbits.targets.onnx import storage
 if TYPE_CHECKING:
     from fewbits.activations import Activation
     from fewbits.artifact import Artifact
+    from fewbits.drafting import Draft
     from fewbits.formats import Format
     from fewbits.model import Weight
     from fewbits.progress import Progress
@@ -40,13 +41,18 @@ class Onnx(Target):
     about = "one .onnx file for ONNX Runtime: 2-, 4- and 8-bit weights run packed"
     file_name = "model.onnx"
     runtime = "onnxruntime"
+    candidates = ("int2_g32_asym", "int4_g128", "int4_g64", "int4_g32", "int4_g32_asym", "int4_g16", "int8_g32", "int8_channel", "fp16")
 
     def __init__(self, accuracy_level: int = ACCURACY_LEVEL) -> None:
         self.accuracy_level = accuracy_level
 
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
+        if weight.expert is not None:
+            return "the experts of a mixture are not written as ONNX yet"
         if fmt.levels is None:
             return None
+        if weight.kind == "convolution":
+            return "ONNX Runtime has no convolution that reads packed weights"
         found = storage.blocks(fmt, weight.shape[1])
         return found if isinstance(found, str) else None
 
@@ -78,24 +84,37 @@ class Onnx(Target):
             return f"{config.architectures[0]} is no causal language model; only those are written as ONNX yet"
         return None
 
-    def write(self, artifact: Artifact, path: Path, progress: Progress[Weight]) -> None:
-        try:
-            from fewbits.targets.onnx import graph
-        except ImportError as failure:
-            raise MissingError(f"writing ONNX needs `{failure.name}`", "pip install 'fewbits[onnx]'") from failure
+    def overhead(self, draft: Draft) -> int:
+        graph, stores = _graph(), self._stores(draft)
+        model = graph.trace(draft, stores)
+        graph.describe(model, draft, self.accuracy_level)
+        return int(graph.nbytes(model, stores)) - draft.plan.nbytes
 
+    def _stores(self, artifact: Artifact | Draft) -> dict[str, storage.Store]:
+        return {
+            weight.name: storage.store(formats.get(artifact.plan[weight.name].format), weight.shape, self.accuracy_level)
+            for weight in artifact.weights
+        }
+
+    def write(self, artifact: Artifact, path: Path, progress: Progress[Weight]) -> None:
+        graph = _graph()
         size = artifact.plan.nbytes
         if size > _LARGEST:
             hint = "choose a smaller format or another target; weights beside the .onnx file are not written yet"
             raise InputError(f"the weights take {size / 1e9:.2f} GB, one .onnx file holds {_LARGEST / 1e9:.2f} GB", hint)
-        stores = {
-            weight.name: storage.store(formats.get(artifact.plan[weight.name].format), weight.shape, self.accuracy_level)
-            for weight in artifact.weights
-        }
+        stores = self._stores(artifact)
         model = graph.trace(artifact, stores)
         graph.fill(model, artifact, stores, progress)
         graph.describe(model, artifact, self.accuracy_level)
         graph.save(model, path)
+
+
+def _graph() -> Any:
+    try:
+        from fewbits.targets.onnx import graph
+    except ImportError as failure:
+        raise MissingError(f"writing ONNX needs `{failure.name}`", "pip install 'fewbits[onnx]'") from failure
+    return graph
 
 
 TARGET = Onnx()

@@ -21,6 +21,7 @@ from fewbits.targets.onnx import layers
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
+    from fewbits.drafting import Draft
     from fewbits.model import Weight
     from fewbits.progress import Progress
     from fewbits.targets.onnx.storage import Store
@@ -41,7 +42,7 @@ class _Logits(nn.Module):
         return logits.float()
 
 
-def trace(artifact: Artifact, stores: Mapping[str, Store]) -> ir.Model:
+def trace(artifact: Artifact | Draft, stores: Mapping[str, Store]) -> ir.Model:
     from fewbits.model import empty_module
 
     module = empty_module(artifact.config).eval()  # its memory is never touched: every large weight is replaced
@@ -94,7 +95,7 @@ def fill(model: ir.Model, artifact: Artifact, stores: Mapping[str, Store], progr
             model.graph.initializers[name].const_value = ir.Tensor(array, _TYPES[spec.dtype], shape=ir.Shape(spec.shape), name=name)
 
 
-def describe(model: ir.Model, artifact: Artifact, accuracy_level: int) -> None:
+def describe(model: ir.Model, artifact: Artifact | Draft, accuracy_level: int) -> None:
     counts: dict[str, int] = {}
     for entry in artifact.plan.entries:
         counts[entry.format] = counts.get(entry.format, 0) + 1
@@ -113,13 +114,33 @@ def describe(model: ir.Model, artifact: Artifact, accuracy_level: int) -> None:
     )
 
 
+def nbytes(model: ir.Model, stores: Mapping[str, Store]) -> int:
+    """Of the file that this graph becomes when its weights are filled in, exactly: every one stands for its bytes, none is made."""
+    pending = 0
+    for weight, store in stores.items():
+        for part, spec in store.specs().items():
+            name = f"{weight}.{part}"
+            empty = onnx.TensorProto(name=name, data_type=int(_TYPES[spec.dtype]), dims=spec.shape)
+            inside = empty.ByteSize() + _prefixed(spec.nbytes)  # the bytes, their length and the tag of the field
+            pending += _prefixed(inside)
+    with _quiet():  # it warns of every weight that has no value yet
+        proto = ir.to_proto(model)
+    graph = int(proto.graph.ByteSize()) + pending
+    return int(proto.ByteSize()) - _prefixed(int(proto.graph.ByteSize())) + _prefixed(graph)
+
+
+def _prefixed(size: int) -> int:
+    """A field of so many bytes in protobuf's encoding: one byte of tag (of fields up to 15), the length in groups of 7 bits, the bytes."""
+    return 1 + max(1, -(-size.bit_length() // 7)) + size
+
+
 def save(model: ir.Model, path: Path) -> None:
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto)  # operators of com.microsoft are unknown to it and skipped
     path.write_bytes(proto.SerializeToString(deterministic=True))
 
 
-def _wanted(artifact: Artifact, stores: Mapping[str, Store]) -> Iterator[tuple[str, Weight]]:
+def _wanted(artifact: Artifact | Draft, stores: Mapping[str, Store]) -> Iterator[tuple[str, Weight]]:
     for weight in artifact.weights:
         for part in stores[weight.name].specs():
             yield f"{weight.name}.{part}", weight

@@ -77,7 +77,19 @@ class _Embedding(nn.Embedding):
         return self.reader.gather(ids)
 
 
-_READING: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _Linear, Conv1D: _Conv1D, nn.Embedding: _Embedding}
+def _kernel(self: Any) -> Tensor:
+    """A convolution's weight, which is always kept and lies flattened in the file. Some modules (LFM2) take it and convolve themselves."""
+    values: Tensor = self.reader.owner.values
+    return values.float().reshape(self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_READING: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: _Linear,
+    Conv1D: _Conv1D,
+    nn.Embedding: _Embedding,
+    **{plain: type(f"_{plain.__name__}", (plain,), {"weight": property(_kernel)}) for plain in _CONVOLUTIONS},
+}
 
 
 def replace(module: nn.Module, store: Store) -> Reader:
@@ -89,7 +101,8 @@ def share(module: nn.Module, reader: Reader) -> Reader:
     """Let this layer read a weight that another one holds."""
     own: Any = module
     del own.weight
-    own.weight = torch.empty(0)  # Gemma asks for its dtype; whoever would compute with it must fail
+    if not isinstance(module, _CONVOLUTIONS):
+        own.weight = torch.empty(0)  # Gemma asks for its dtype; whoever would compute with it must fail
     plain, reading = next((plain, reading) for plain, reading in _READING.items() if isinstance(module, plain))
     cls = type(module)
     # as the last base, `reading` is what a subclass's own forward reaches through super()

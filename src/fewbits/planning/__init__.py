@@ -1,9 +1,15 @@
-"""Which format each weight gets, at what price and why. Pure: no torch, no files but JSON text."""
+"""Which format each weight gets, at what price and why. Pure: no torch, no files but JSON text.
+
+budgets.py      what a size means in bytes            recipes.py     llama.cpp's own mixes, as a size and as a peer
+solver.py       the best choice under one limit       rules.py       what the user fixed, by name
+allocation.py   table of sensitivities + budget -> plan and frontier
+thresholds.py   the simple way to the same, to compare with
+"""
 
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fewbits import activations, formats, kv, targets
 from fewbits.errors import InputError
+from fewbits.planning import rules
 
 if TYPE_CHECKING:
     from fewbits.activations import Activation
@@ -19,6 +26,15 @@ if TYPE_CHECKING:
     from fewbits.targets import Target
 
 SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """Another format for one weight, as a change."""
+
+    format: str
+    nbytes: int
+    kl: float
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,9 @@ class Entry:
     nbytes: int  # in the target's file
     fallback: bool = False  # got another format than was asked for
     activation: Activation | None = None  # what its input is rounded to; None: float
+    kl: float | None = None  # predicted; None: not measured
+    up: Step | None = None  # the next better format, and the next smaller: what each would change
+    down: Step | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,12 @@ class Plan:
         return 8 * self.nbytes / sum(entry.shape[0] * entry.shape[1] for entry in self.entries)
 
     @property
+    def kl(self) -> float | None:
+        """Predicted: damages of single weights add up. None: some were not measured."""
+        known = [entry.kl for entry in self.entries if entry.kl is not None]
+        return math.fsum(known) if len(known) == len(self.entries) else None
+
+    @property
     def fallbacks(self) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.fallback)
 
@@ -66,18 +91,29 @@ class Plan:
         return self._by_name[weight]
 
     def to_json(self) -> str:
-        weights = {
-            e.weight: {"format": e.format, "method": e.method, "reason": e.reason, "shape": list(e.shape), "bytes": e.nbytes}
-            | ({"fallback": True} if e.fallback else {})
-            | ({"activation": e.activation.to_dict()} if e.activation else {})
-            for e in self.entries
-        }
+        weights = {entry.weight: _to_dict(entry) for entry in self.entries}
         bits = round(self.bits_per_weight, 4)
         head: dict[str, object] = {"schema": SCHEMA, "target": self.target, "bytes": self.nbytes, "bits_per_weight": bits}
+        head |= {"predicted_kl": _digits(self.kl)} if self.kl is not None else {}
         head |= {"kv": self.kv} if self.kv else {}
         rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in weights.items())
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
         return f'{{\n{lines},\n  "weights": {{\n{rows}\n  }}\n}}\n'
+
+
+def _to_dict(entry: Entry) -> dict[str, object]:
+    row: dict[str, object] = {"format": entry.format, "method": entry.method, "granularity": formats.granularity(entry.format)}
+    row |= {"reason": entry.reason, "shape": list(entry.shape), "bytes": entry.nbytes}
+    row |= {"fallback": True} if entry.fallback else {}
+    row |= {"activation": entry.activation.to_dict()} if entry.activation else {}
+    row |= {"kl": _digits(entry.kl)} if entry.kl is not None else {}
+    for name, step in (("up", entry.up), ("down", entry.down)):
+        row |= {name: {"format": step.format, "bytes": step.nbytes, "kl": _digits(step.kl)}} if step else {}
+    return row
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def uniform(
@@ -94,26 +130,23 @@ def uniform(
     `activation` is for every matmul with a quantized weight, but for the output of the model.
     """
     weights = list(weights)
-    rules = [_parse_override(text) for text in overrides]
-    unused = set(range(len(rules)))
+    chosen = rules.parse_all(overrides, weights)
+    if bound := next((rule for rule in chosen if rule.how != "="), None):
+        raise InputError(f"`{bound.text}` leaves a choice, and one format for all has none", "use `=`, or give a size instead of a format")
     entries = []
     for weight in weights:
         fmt, reason = wanted, f"--format {wanted.name}"
-        for number, (text, pattern, chosen) in enumerate(rules):  # the last one that matches wins
-            if pattern.search(weight.name):
-                fmt, reason = (chosen or formats.get(weight.dtype)), f"--override {text}"
-                unused.discard(number)
-        entry = _entry(weight, target, fmt, reason, method)
-        entries.append(replace(entry, activation=activation) if activation and _takes_activation(weight, entry) else entry)
-    if unused:
-        text = rules[min(unused)][0]
-        raise InputError(f"the override `{text}` matches no weight", f"names look like `{weights[len(weights) // 2].name}`")
+        for rule in chosen:  # the last one that matches wins
+            if rule.names(weight):
+                fmt, reason = rule.of(weight), f"--override {rule.text}"
+        entry = priced(weight, target, fmt, reason, method)
+        entries.append(replace(entry, activation=activation) if activation and takes_activation(weight, entry) else entry)
     return checked(Plan(target.name, tuple(entries), kv), weights, target)
 
 
 def kept(weights: Iterable[Weight], target: Target) -> Plan:
     """Every weight as it is in the checkpoint: the float file that a runtime's own error is measured with."""
-    return Plan(target.name, tuple(_entry(w, target, formats.get(w.dtype), "kept as in the checkpoint", "rtn") for w in weights))
+    return Plan(target.name, tuple(priced(w, target, formats.get(w.dtype), "kept as in the checkpoint", "rtn") for w in weights))
 
 
 def with_activations(plan: Plan, chosen: Mapping[str, Activation]) -> Plan:
@@ -164,9 +197,12 @@ def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> 
         fmt = formats.get(weight.dtype if row.format.lower() == "keep" else row.format)
         if why_not := refuses(weight, target, fmt):
             raise InputError(f"the plan gives `{weight.name}` {fmt.name}: {why_not}", "choose another format for it in the plan")
-        entry = replace(_entry(weight, target, fmt, row.reason, row.method), activation=row.activation)
+        entry = replace(priced(weight, target, fmt, row.reason, row.method), activation=row.activation)
         edited = row.nbytes is not None and content["target"] == target.name and row.nbytes != entry.nbytes
-        entries.append(replace(entry, reason="edited in plan.json") if edited else replace(entry, fallback=row.fallback))
+        if edited:  # what was predicted and said of the old format is not true of the new one
+            entries.append(replace(entry, reason="edited in plan.json"))
+        else:
+            entries.append(replace(entry, fallback=row.fallback, kl=row.kl, up=row.up, down=row.down))
     return checked(Plan(target.name, tuple(entries), cache), weights, target)
 
 
@@ -179,16 +215,25 @@ class _Row(NamedTuple):
     fallback: bool
     nbytes: int | None
     activation: Activation | None
+    kl: float | None
+    up: Step | None
+    down: Step | None
 
 
 def _row(row: Any) -> _Row:
     nbytes = row.get("bytes")
     plain = (str(row["format"]), str(row.get("method", "rtn")), str(row.get("reason", "")), bool(row.get("fallback", False)))
     activation = None if row.get("activation") is None else activations.from_dict(row["activation"])
-    return _Row(*plain, nbytes if isinstance(nbytes, int) else None, activation)
+    kl = None if row.get("kl") is None else float(row["kl"])
+    up, down = (_step(row.get(name)) for name in ("up", "down"))
+    return _Row(*plain, nbytes if isinstance(nbytes, int) else None, activation, kl, up, down)
 
 
-def _takes_activation(weight: Weight, entry: Entry) -> bool:
+def _step(row: Any) -> Step | None:
+    return None if row is None else Step(str(row["format"]), int(row["bytes"]), float(row["kl"]))
+
+
+def takes_activation(weight: Weight, entry: Entry) -> bool:
     """A float matmul has nothing to gain from rounded inputs. The output's keeps its own: its error goes into the logits as it is (KL
     of int8 and fp8 rises by 10 to 24 % on the embedded model and SmolLM2), and it runs once per token, not once per block."""
     return formats.get(entry.format).levels is not None and weight.kind not in ("embedding", "output")
@@ -198,7 +243,7 @@ def refuses(weight: Weight, target: Target, fmt: Format) -> str | None:
     return fmt.fits(weight.shape) or target.accepts(weight, fmt)
 
 
-def _entry(weight: Weight, target: Target, fmt: Format, reason: str, method: str) -> Entry:
+def priced(weight: Weight, target: Target, fmt: Format, reason: str, method: str) -> Entry:
     why_not = refuses(weight, target, fmt)
     if why_not:
         fmt, reason = _next_that_fits(weight, target, fmt, why_not)
@@ -220,14 +265,3 @@ def _next_that_fits(weight: Weight, target: Target, asked: Format, why_not: str)
         raise InputError(f"`{weight.name}` fits no format of {target.name}: {refuses(weight, target, keep)}", "choose another target")
     fmt = min(fitting, key=cost)
     return fmt, f"{why_not}; {'no smaller format fits' if fmt.levels is None else 'the next that fits'}: {fmt.name}"
-
-
-def _parse_override(text: str) -> tuple[str, re.Pattern[str], Format | None]:
-    pattern, equals, name = text.rpartition("=")
-    if not equals or not pattern:
-        raise InputError(f"the override `{text}` is not of the form REGEX=FORMAT", "for example --override 'self_attn=int4_g32'")
-    try:
-        compiled = re.compile(pattern)
-    except re.error as failure:
-        raise InputError(f"`{pattern}` is not a regular expression: {failure}", "for example --override 'self_attn=int4_g32'") from failure
-    return text, compiled, None if name.lower() == "keep" else formats.get(name)

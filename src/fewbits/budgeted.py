@@ -1,0 +1,175 @@
+"""A budget made into a file: measure, plan, quantize; for an accuracy in as many rounds as it takes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fewbits import formats, planning, rounds, sensitivity
+from fewbits.calibration.storing import Statistics
+from fewbits.drafting import Draft
+from fewbits.errors import InputError
+from fewbits.files import Staged
+from fewbits.planning import deciding, speeds
+from fewbits.planning.allocation import allocator
+from fewbits.rounds import Round
+from fewbits.sensitivity import Container
+
+if TYPE_CHECKING:
+    from fewbits.formats import Format
+    from fewbits.making import Made, Maker
+    from fewbits.model import Model
+    from fewbits.planning.deciding import Budget, Decision
+    from fewbits.sensitivity import Sensitivity
+    from fewbits.targets import Target
+    from fewbits.verification import Verdict
+
+TABLE = "sensitivity.json"
+_MARGIN = 4096  # bytes: what another plan's text may take beyond the one of the dry run
+_TRIES = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    formats: tuple[str, ...] = ()  # to choose from; none: all that the target carries and that pay
+    overrides: tuple[str, ...] = ()
+    strategy: str = "solve"
+    kv: str | None = None
+    method: str = "auto"
+    rounds: int = rounds.ROUNDS
+    together: tuple[str, ...] = ()
+    bandwidth: float = speeds.BANDWIDTH
+    min_speed: float | None = None
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    made: Made
+    verdict: Verdict | None
+    decision: Decision
+    rounds: tuple[Round, ...] = ()
+
+
+def quantize(maker: Maker, path: Path, budget: Budget, options: Options, judge: Callable[[Path], Verdict] | None) -> Budgeted:
+    table = measured(maker, options)
+    if not budget.by_accuracy:
+        decision = within_file(table, maker.source, maker.target, budget, options)
+        made = maker.make(decision.plan, path)
+        return Budgeted(made, judge(path) if judge else None, decision)
+    assert judge is not None, "an accuracy is measured"
+    return _until_accurate(maker, path, budget, options, judge, table)
+
+
+def measured(maker: Maker, options: Options) -> Sensitivity:
+    """The table of this model and text, from the work folder if it is there."""
+    statistics = maker.statistics
+    if not isinstance(statistics, Statistics):
+        raise InputError("planning needs statistics with gradients", "give `--data`, or `--stats` with a folder of `fewbits calibrate`")
+    candidates = candidates_for(maker.source, maker.target, options.formats, options.overrides)
+    table = sensitivity.measure(
+        maker.source, statistics, candidates, options.method, kept=maker.work / "sensitivity.jsonl", progress=maker.progress
+    )
+    table = with_container(table, maker.source, maker.target)
+    table.save(maker.work / TABLE)
+    return table
+
+
+def candidates_for(source: Model, target: Target, names: tuple[str, ...], overrides: tuple[str, ...] = ()) -> list[Format]:
+    """What is worth measuring: the formats asked for, or the target's own; and whatever an override names."""
+    from fewbits.planning import rules
+
+    wanted = [formats.get(name) for name in names or target.candidates]
+    wanted += [rule.format for rule in rules.parse_all(overrides, source.weights) if rule.format]
+    usable = [fmt for fmt in dict.fromkeys(wanted) if any(planning.refuses(weight, target, fmt) is None for weight in source.weights)]
+    if not usable:
+        raise InputError(
+            f"none of {', '.join(names)} fits a weight of this model in {target.name}", "`fewbits formats` lists what each holds"
+        )
+    return usable
+
+
+def with_container(table: Sensitivity, source: Model, target: Target) -> Sensitivity:
+    """The table with what the target's file holds beside the weights, by a dry run of some plan."""
+    some = allocator(table, target)
+    plan = some.within_bytes(some.least_bytes + (some.least_bytes >> 2), "--fits 1000GB --context 1000000")
+    overhead = target.overhead(Draft(source, plan)) + _MARGIN
+    return replace(table, containers=table.containers | {target.name: Container(overhead)})
+
+
+def within_file(table: Sensitivity, source: Model, target: Target, budget: Budget, options: Options) -> Decision:
+    """A plan whose file, by its own dry run, is within the budget to the byte."""
+    overhead: int | None = None
+    for _ in range(_TRIES):
+        decision = _decided(table, target, budget, options, overhead=overhead)
+        if not decision.whole_file:
+            return decision
+        known = table.containers[target.name].overhead if overhead is None else overhead
+        needed = target.overhead(Draft(source, decision.plan))
+        if needed <= known:
+            return decision
+        overhead = needed + _MARGIN
+    raise InputError(f"no plan of this size was found for {target.name}", "raise the size a little")
+
+
+def _decided(
+    table: Sensitivity, target: Target, budget: Budget, options: Options, *, overhead: int | None = None, kl: float | None = None
+) -> Decision:
+    return deciding.decide(
+        table,
+        target,
+        budget,
+        formats=options.formats,
+        overrides=options.overrides,
+        strategy=options.strategy,
+        kv_cache=options.kv,
+        overhead=overhead,
+        kl=kl,
+        together=options.together,
+        bandwidth=options.bandwidth,
+        min_speed=options.min_speed,
+    )
+
+
+def _until_accurate(
+    maker: Maker, path: Path, budget: Budget, options: Options, judge: Callable[[Path], Verdict], table: Sensitivity
+) -> Budgeted:
+    tried: list[tuple[Made, Decision]] = []
+
+    def attempt(kl: float) -> Round | None:
+        decision = _decided(table, maker.target, budget, options, kl=kl)
+        chosen = [entry.format for entry in decision.plan.entries]
+        if any(chosen == [entry.format for entry in each.ready.plan.entries] for each, _ in tried):
+            return None
+        number = len(tried) + 1
+        file = maker.work / f"round-{number}{maker.target.suffix}"
+        earlier = tried[-1][0].artifact if tried else None
+        made = maker.make(decision.plan, file, f"artifact-{number}", earlier)
+        tried.append((made, decision))
+        return Round(decision.plan.kl or 0.0, decision.plan.nbytes, judge(file))
+
+    best_possible = allocator(table, maker.target, options.formats, options.overrides).least_kl
+    found = rounds.search(deciding.predicted_kl(budget.limits), budget.limits, attempt, best_possible * 1.0001, options.rounds)
+    best = found.best
+    if best is None:  # honest about it: the nearest that was found, which fails
+        best = min(range(len(found.rounds)), key=lambda i: found.rounds[i].verdict.kl_mean)
+    made, decision = _kept(maker, path, tried, best)
+    return Budgeted(made, found.rounds[best].verdict, decision, found.rounds)
+
+
+def _kept(maker: Maker, path: Path, tried: list[tuple[Made, Decision]], best: int) -> tuple[Made, Decision]:
+    """The best one where the user wants it; the others are removed."""
+    from fewbits.artifact import Artifact
+
+    made, decision = tried[best]
+    with Staged(path, maker.target.marker) as staged:
+        made.path.rename(staged)
+    with Staged(maker.work / "artifact", "fewbits.json") as staged:
+        made.artifact.path.rename(staged)
+    for other, _ in tried:
+        if other is not made:
+            shutil.rmtree(other.artifact.path)
+            shutil.rmtree(other.path) if other.path.is_dir() else other.path.unlink()
+    return replace(made, path=path, artifact=Artifact(maker.work / "artifact")), decision

@@ -1,0 +1,44 @@
+"""A file before it is made: what a target asks of an artifact, without packed weights, so that its size is known by a dry run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from fewbits.artifact import Provenance
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.model import Model, Weight
+    from fewbits.planning import Plan
+
+
+@dataclass(frozen=True)
+class Draft:
+    model: Model
+    plan: Plan
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return self.model.weights
+
+    @property
+    def rest(self) -> tuple[str, ...]:
+        return self.model.rest
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    @property
+    def provenance(self) -> Provenance:
+        return Provenance(self.model.path.name, self.model.fingerprint, version("fewbits"))
+
+    def tensor(self, name: str) -> Tensor:
+        return self.model.tensor(name)

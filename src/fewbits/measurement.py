@@ -1,0 +1,81 @@
+"""`fewbits measure`: a model and its statistics in, the table of sensitivities out, corrected by a few direct measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits import budgeted, calibration, preparation, sensitivity, targets
+from fewbits import model as models
+from fewbits.calibration import Paths
+from fewbits.calibration.storing import Statistics
+from fewbits.progress import silent
+
+if TYPE_CHECKING:
+    from fewbits.progress import Progress
+    from fewbits.sensitivity import Sensitivity
+    from fewbits.sensitivity.probing import Probe
+
+TOKENS = 4096  # run for each probe: the same tokens for the float model, so that their noise cancels
+
+
+@dataclass(frozen=True)
+class Measured:
+    table: Sensitivity
+    path: Path
+    probes: tuple[Probe, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        from fewbits.sensitivity import probing
+
+        correlation = probing.log_correlation(self.probes) if len(self.probes) > 2 else None
+        return {
+            "file": str(self.path),
+            **self.table.to_dict(),
+            "probes": [asdict(probe) for probe in self.probes],
+            "probe_log_correlation": correlation,
+            "scores": [asdict(score) for score in probing.compare_scores(self.table, self.probes)] if len(self.probes) > 2 else [],
+        }
+
+
+def measure(
+    model: str | Path,
+    out: str | Path,
+    *,
+    stats: str | Path,
+    to: str = "gguf",
+    formats: Sequence[str] = (),
+    method: str = "auto",
+    probes: int = 0,
+    held_out: Paths = (),
+    tokens: int = TOKENS,
+    memory: int = calibration.MEMORY,
+    offline: bool = False,
+    progress: Progress[Any] = silent,
+) -> Measured:
+    """Predicted KL of every weight in every format that the target carries. Interrupted, it goes on where it was.
+
+    probes: so many weights are also measured directly, each in three formats, on `held_out` text; what the prediction misses on average
+    corrects the other weights of their kind.
+    """
+    from fewbits import methods
+    from fewbits.sensitivity import probing
+
+    path, target = Path(out), targets.get(to)
+    methods.get(method)
+    source = models.open(model, offline)
+    statistics = Statistics(Path(stats))
+    candidates = budgeted.candidates_for(source, target, tuple(formats))
+    kept = path.with_name(f"{path.name}.partial")
+    table = sensitivity.measure(source, statistics, candidates, method, kept=kept, progress=progress)
+    found: list[Probe] = []
+    if probes:
+        windows = preparation.held_out_windows(source, held_out, None, tokens)
+        found = probing.probe(source, statistics, table, probing.spread_out(table, probes), windows, memory, progress)
+        table = replace(table, factors=probing.factors(found))
+    table = budgeted.with_container(table, source, target)
+    table.save(path)
+    kept.unlink(missing_ok=True)
+    return Measured(table, path, tuple(found))

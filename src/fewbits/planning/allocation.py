@@ -1,0 +1,288 @@
+"""Spending the bits: the table of sensitivities and a budget in, a plan out; and the frontier of all budgets.
+
+Damages of single weights add up (measured: up to a KL of about 0.4), so the best plan of a size is a knapsack: `solver` has it exactly.
+Weights that must share a format are one item. What the target does not carry, or the user does not want, is never an option.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from fewbits import formats, planning
+from fewbits.errors import InputError
+from fewbits.planning import rules as rule_book
+from fewbits.planning import solver, speeds
+from fewbits.planning.solver import Option
+
+if TYPE_CHECKING:
+    from fewbits.formats import Format
+    from fewbits.model import Weight
+    from fewbits.planning import Entry, Plan
+    from fewbits.planning.rules import Rule
+    from fewbits.planning.solver import Solution
+    from fewbits.sensitivity.table import Sensitivity
+    from fewbits.targets import Target
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One format for the weights of a group."""
+
+    format: Format
+    kl: float
+    nbytes: int
+    seconds: float = 0.0  # to read it for one token
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan of the frontier."""
+
+    nbytes: int
+    bits_per_weight: float
+    kl: float
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """All that a budget is not: the groups of weights and what each may become."""
+
+    table: Sensitivity
+    target: Target
+    groups: tuple[tuple[Weight, ...], ...]
+    choices: tuple[tuple[Choice, ...], ...]  # of each group, by rising size
+    rules: tuple[Rule, ...] = ()
+    scale: float = 1.0  # measured over predicted KL of whole plans, as verification taught
+    bandwidth: float = speeds.BANDWIDTH
+    min_speed: float | None = None  # tokens per second that a plan must be predicted to reach
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(rows * cols for rows, cols in (weight.shape for weight in self.table.weights))
+
+    @property
+    def least_bytes(self) -> int:
+        return sum(choices[0].nbytes for choices in self.choices)
+
+    @property
+    def least_kl(self) -> float:
+        return math.fsum(min(choice.kl for choice in choices) for choices in self.choices) * self.scale
+
+    def within_bytes(self, nbytes: int, why: str) -> Plan:
+        """Of all plans of no more bytes the one of least KL."""
+        found = self._fast_enough(lambda toll: solver.solve(self._options(lambda c: c.kl + toll * c.seconds, lambda c: c.nbytes), nbytes))
+        if found is None:
+            least = f"{self.least_bytes / 1e6:.1f} MB, {8 * self.least_bytes / self.elements:.2f} bits per weight"
+            raise InputError(f"{nbytes / 1e6:.1f} MB are too few for the weights", f"in these formats they take at least {least}")
+        return self._plan(found, why, found.price)
+
+    def within_kl(self, kl: float, why: str) -> Plan:
+        """Of all plans of no more predicted KL the smallest."""
+        found = self._fast_enough(
+            lambda toll: solver.solve(self._options(lambda c: c.nbytes + toll * c.seconds, lambda c: c.kl), kl / self.scale)
+        )
+        if found is None:
+            raise InputError(f"a KL of {kl:g} is not reachable: the best plan is predicted at {self.least_kl:.2g}", "allow better formats")
+        return self._plan(found, why, 1 / found.price if found.price else 0.0)
+
+    def tokens_per_second(self, plan: Plan) -> float:
+        taken = {entry.weight: entry for entry in plan.entries}
+        each = (
+            speeds.seconds(weight, formats.get(taken[weight.name].format), taken[weight.name].nbytes, self.bandwidth)
+            for weight in self.table.weights
+        )
+        return 1 / max(math.fsum(each), 1e-12)
+
+    def _options(self, value: Callable[[Choice], float], cost: Callable[[Choice], float]) -> list[list[Option]]:
+        return [[Option(value(choice), cost(choice)) for choice in choices] for choices in self.choices]
+
+    def _fast_enough(self, solve: Callable[[float], Solution | None]) -> Solution | None:
+        """The least toll on every second at which the plan is fast enough: a Lagrange multiplier, found by bisection."""
+        free = solve(0.0)
+        if self.min_speed is None or free is None or self._seconds(free) * self.min_speed <= 1:
+            return free
+        low, high, best = 0.0, 1e-6, None
+        while best is None:
+            found = solve(high)
+            assert found is not None, "a toll changes no cost"
+            if self._seconds(found) * self.min_speed <= 1:
+                best = found
+            elif high > _LARGEST_TOLL:
+                fastest = 1 / self._seconds(found)
+                raise InputError(
+                    f"{self.min_speed:g} tokens/s are not reachable: {fastest:.3g} are predicted at most", "allow smaller formats"
+                )
+            else:
+                low, high = high, high * 8
+        for _ in range(_BISECTIONS):
+            middle = math.sqrt(max(low, high * 1e-3) * high)
+            found = solve(middle)
+            assert found is not None
+            if self._seconds(found) * self.min_speed <= 1:
+                best, high = found, middle
+            else:
+                low = middle
+        return best
+
+    def _seconds(self, found: Solution) -> float:
+        return math.fsum(choices[index].seconds for choices, index in zip(self.choices, found.chosen, strict=True))
+
+    def repriced(self, plan: Plan) -> Plan:
+        """The same formats, with what the table says of them; None of a format that was not measured."""
+        found: dict[str, Entry] = {}
+        for group, choices in zip(self.groups, self.choices, strict=True):
+            by_format = {choice.format.name: index for index, choice in enumerate(choices)}
+            for weight in group:
+                entry = plan[weight.name]
+                index = by_format.get(entry.format)
+                own = None if index is None else self._entry(weight, choices, index, "", 0.0)
+                known = (own.kl, own.up, own.down) if own else (None, None, None)
+                found[weight.name] = replace(entry, kl=known[0], up=known[1], down=known[2])
+        return replace(plan, entries=tuple(found[weight.name] for weight in self.table.weights))
+
+    def frontier(self, points: int = 20) -> list[Point]:
+        """Sizes at equal steps from the smallest plan to the best in rounded formats: beyond it nothing is left to gain."""
+        most = sum(_best_rounded(choices).nbytes for choices in self.choices)
+        found = []
+        for step in range(points):
+            plan = self.within_bytes(self.least_bytes + (most - self.least_bytes) * step // max(1, points - 1), "")
+            found.append(Point(plan.nbytes, plan.bits_per_weight, plan.kl or 0.0))
+        return found
+
+    def of(self, chosen: Sequence[int], why: str, price: float = 0.0) -> Plan:
+        entries = {}
+        for group, choices, index in zip(self.groups, self.choices, chosen, strict=True):
+            for weight in group:
+                entries[weight.name] = self._entry(weight, choices, index, why, price)
+        return planning.Plan(self.target.name, tuple(entries[weight.name] for weight in self.table.weights))
+
+    def _plan(self, found: Solution, why: str, price: float) -> Plan:
+        return self.of(found.chosen, why, price)
+
+    def _entry(self, weight: Weight, choices: Sequence[Choice], index: int, why: str, price: float) -> Entry:
+        taken = choices[index]
+        kl, nbytes = self._kl(weight, taken.format), self.target.nbytes(weight, taken.format)
+
+        def step(choice: Choice | None) -> planning.Step | None:
+            if choice is None:
+                return None
+            return planning.Step(
+                choice.format.name, self.target.nbytes(weight, choice.format) - nbytes, self._kl(weight, choice.format) - kl
+            )
+
+        # the next one on the way: more bytes and less damage, or fewer bytes
+        up = next((c for c in choices if c.nbytes > taken.nbytes and c.kl < taken.kl), None)
+        down = min((c for c in choices if c.nbytes < taken.nbytes), key=lambda c: (-c.nbytes, c.kl), default=None)
+        fixed = next((rule for rule in self.rules if rule.names(weight) and rule.how == "="), None)
+        entry = planning.priced(
+            weight, self.target, taken.format, _reason(fixed, why, step(up), step(down), price), self._method(weight, taken)
+        )
+        return replace(entry, kl=kl, up=step(up), down=step(down))
+
+    def _kl(self, weight: Weight, fmt: Format) -> float:
+        return self.table.kl(weight, fmt.name) * self.scale
+
+    def _method(self, weight: Weight, choice: Choice) -> str:
+        return "rtn" if choice.format.levels is None else self.table.method
+
+
+_LARGEST_TOLL = 1e18
+_BISECTIONS = 16
+
+
+def _best_rounded(choices: Sequence[Choice]) -> Choice:
+    rounded = [choice for choice in choices if choice.format.levels is not None]
+    return min(rounded or choices, key=lambda choice: (choice.kl, choice.nbytes))
+
+
+def _reason(fixed: Rule | None, why: str, up: planning.Step | None, down: planning.Step | None, price: float) -> str:
+    """In numbers that can be checked: a byte more would save less, a byte less would cost more, than elsewhere in the model."""
+    if fixed:
+        return f"--override {fixed.text}"
+    parts = [why] if why else []
+    if price > 0:
+        if up:
+            parts.append(f"{up.format} would save {_per_kilobyte(-up.kl / up.nbytes)} KL/kB")
+        if down:
+            parts.append(f"{down.format} cost {_per_kilobyte(-down.kl / down.nbytes)}")
+        parts.append(f"the price is {_per_kilobyte(price)}")
+    return "; ".join(parts)
+
+
+def _per_kilobyte(per_byte: float) -> str:
+    return f"{1e3 * per_byte:.2g}"
+
+
+def allocator(
+    table: Sensitivity,
+    target: Target,
+    names: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    scale: float = 1.0,
+    *,
+    together: Sequence[str] = (),
+    bandwidth: float = speeds.BANDWIDTH,
+    min_speed: float | None = None,
+) -> Allocator:
+    """names: the formats to choose from; none: all that were measured. A weight may always stay as the checkpoint has it. together:
+    patterns; weights that one of them matches with the same text in its groups share a format."""
+    wanted = {formats.get(name).name for name in names}
+    rules = tuple(rule_book.parse_all(overrides, table.weights))
+    groups: dict[str, list[Weight]] = {}
+    for weight in table.weights:
+        groups.setdefault(_group(weight, together), []).append(weight)
+    choices = [_choices(table, target, tuple(group), wanted, rules, bandwidth) for group in groups.values()]
+    members = tuple(tuple(group) for group in groups.values())
+    return Allocator(table, target, members, tuple(choices), rules, scale, bandwidth, min_speed)
+
+
+def _group(weight: Weight, patterns: Sequence[str]) -> str:
+    for pattern in patterns:
+        try:
+            found = re.search(pattern, weight.name)
+        except re.error as failure:
+            raise InputError(f"`{pattern}` is not a regular expression: {failure}", "for example 'layers.([0-9]+).*(q|k|v)_proj'") from None
+        if found:
+            return f"{pattern}:{found.groups()}"
+    return weight.together or weight.name
+
+
+def _choices(
+    table: Sensitivity, target: Target, group: tuple[Weight, ...], wanted: set[str], rules: Sequence[Rule], bandwidth: float
+) -> tuple[Choice, ...]:
+    first = group[0]
+    possible = []
+    for name in table.rows[first.name]:
+        fmt = formats.get(name)
+        fixed = [rule for weight in group for rule in rules if rule.names(weight)]
+        own = name == first.dtype or any(rule.how == "=" and rule.of(first) == fmt for rule in fixed)
+        if wanted and name not in wanted and not own:
+            continue
+        if any(name not in table.rows[weight.name] or planning.refuses(weight, target, fmt) for weight in group):
+            continue
+        if all(rule.allows(weight, fmt) for weight in group for rule in _effective(rules, weight)):
+            kl = math.fsum(table.kl(weight, name) for weight in group)
+            sizes = [target.nbytes(weight, fmt) for weight in group]
+            time = math.fsum(speeds.seconds(weight, fmt, size, bandwidth) for weight, size in zip(group, sizes, strict=True))
+            possible.append(Choice(fmt, kl, sum(sizes), time))
+    if not possible:
+        asked = ", ".join(rule.text for rule in _effective(rules, first)) or f"--formats {','.join(sorted(wanted))}"
+        known = ", ".join(name for name in table.rows[first.name] if planning.refuses(first, target, formats.get(name)) is None)
+        raise InputError(f"`{first.name}` has no format left under {asked}", f"measured, and possible in {target.name}: {known}")
+    return tuple(sorted(possible, key=lambda choice: (choice.nbytes, choice.kl)))
+
+
+def _effective(rules: Sequence[Rule], weight: Weight) -> list[Rule]:
+    """The last rule of each sort that names it: `=` also ends what was said before it."""
+    found: dict[str, Rule] = {}
+    for rule in rules:
+        if rule.names(weight):
+            if rule.how == "=":
+                found.clear()
+            found[rule.how] = rule
+    return list(found.values())

@@ -1,0 +1,221 @@
+"""From what a person asks for to a plan: a size or a device becomes bytes, an accuracy becomes a predicted KL, and either is spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from fewbits import hardware, kv, planning
+from fewbits.checkpoints.folder import read_text
+from fewbits.errors import InputError
+from fewbits.files import Staged
+from fewbits.planning import budgets, recipes, speeds, thresholds
+from fewbits.planning.allocation import Allocator, Point, allocator
+from fewbits.verification import Thresholds
+
+if TYPE_CHECKING:
+    from fewbits.planning import Plan
+    from fewbits.sensitivity.table import Sensitivity
+    from fewbits.targets import Target
+
+STRATEGIES = ("solve", "threshold")
+CONTEXT = 4096
+
+# What an accuracy means in KL before anything was measured; the first measurement corrects it. Disagreement of the top token is near
+# 0.55 sqrt(KL) (SmolLM2: .53 to .56 over KL .018 to .18, `fewbits bench quality`), the logarithm of the perplexity ratio near 0.7 KL.
+_DISAGREEMENT, _PERPLEXITY = 0.55, 0.7
+
+
+@dataclass(frozen=True)
+class Budget:
+    """One of a size, a device with a context, or an accuracy; an accuracy beside the others is only a threshold to judge by."""
+
+    size: str | None = None
+    fits: str | None = None
+    context: int | None = None
+    limits: Thresholds = field(default_factory=Thresholds)
+
+    def __post_init__(self) -> None:
+        if self.size is not None and self.fits is not None:
+            raise InputError("`--size` and `--fits` are two budgets", "give one of them")
+        if self.context is not None and self.fits is None:
+            raise InputError("`--context` goes with `--fits`", "for example --fits 8GB --context 8192")
+        if self.size is not None:
+            budgets.parse_size(self.size)
+        if self.fits is not None:
+            hardware.parse_memory(self.fits)
+
+    @property
+    def by_accuracy(self) -> bool:
+        return self.size is None and self.fits is None
+
+    @property
+    def given(self) -> bool:
+        return not self.by_accuracy or any(limit is not None for limit in vars(self.limits).values())
+
+    def __str__(self) -> str:
+        if self.size is not None:
+            return f"--size {self.size}"
+        if self.fits is not None:
+            return f"--fits {self.fits} --context {self.context or CONTEXT}"
+        named = ((name.replace("_", "-"), value) for name, value in vars(self.limits).items() if value is not None)
+        return " ".join(f"--{name} {value:g}" for name, value in named)
+
+
+@dataclass(frozen=True)
+class Decision:
+    plan: Plan
+    allocator: Allocator
+    limit: int | None  # tensor bytes that the budget allows; None: it is one of accuracy
+    simple: Plan | None = None  # what thresholds would give for the same budget; None: nothing within it
+    whole_file: bool = False  # the budget counts the container too
+
+    def frontier(self) -> list[Point]:
+        return self.allocator.frontier()
+
+    def to_dict(self) -> dict[str, object]:
+        import json
+
+        return {
+            "plan": json.loads(self.plan.to_json()),
+            "limit_bytes": self.limit,
+            "threshold_plan": {"bytes": self.simple.nbytes, "kl": self.simple.kl} if self.simple else None,
+            "frontier": [asdict(point) for point in self.frontier()],
+        }
+
+
+def decide(
+    table: Sensitivity,
+    target: Target,
+    budget: Budget,
+    *,
+    formats: Sequence[str] = (),
+    overrides: Sequence[str] = (),
+    strategy: str = "solve",
+    kv_cache: str | None = None,
+    overhead: int | None = None,
+    scale: float = 1.0,
+    kl: float | None = None,
+    together: Sequence[str] = (),
+    bandwidth: float = speeds.BANDWIDTH,
+    min_speed: float | None = None,
+) -> Decision:
+    """overhead: of the container, if it is known better than from the table's dry run. kl: the predicted KL to stay below, in place of
+    what the budget's accuracies mean at first sight."""
+    if strategy not in STRATEGIES:
+        raise InputError(f"no strategy is named `{strategy}`", f"known strategies: {', '.join(STRATEGIES)}")
+    if not budget.given:
+        raise InputError("give a budget", "--size 4.5bpw, --size 3.2GB, --size q4_k_m, --fits 8GB, --max-kl 0.01 or --min-agreement 0.99")
+    whole = allocator(table, target, formats, overrides, scale, together=together, bandwidth=bandwidth, min_speed=min_speed)
+    why = str(budget)
+    if budget.by_accuracy:
+        limit, allowed = None, predicted_kl(budget.limits) if kl is None else kl
+        simple = thresholds.within_kl(whole, allowed, why)
+        best = whole.within_kl(allowed, why)
+    else:
+        limit = tensor_bytes(table, target, budget, whole.elements, overhead, kv_cache)
+        simple = thresholds.within_bytes(whole, limit, why)
+        best = whole.within_bytes(limit, why)
+    if strategy == "threshold":
+        if simple is None:
+            raise InputError(f"no thresholds meet {why}", "leave `--strategy` out: the solver has more choices")
+        best = simple
+    counts_all = budget.fits is not None or (budget.size is not None and isinstance(budgets.parse_size(budget.size), budgets.FileBytes))
+    return Decision(best, whole, limit, simple, counts_all)
+
+
+def plan(
+    model: str | Path,
+    sensitivity: str | Path,
+    out: str | Path | None = None,
+    *,
+    to: str = "gguf",
+    size: str | None = None,
+    fits: str | None = None,
+    context: int | None = None,
+    max_kl: float | None = None,
+    min_agreement: float | None = None,
+    max_ppl_ratio: float | None = None,
+    formats: Sequence[str] = (),
+    override: str | Sequence[str] = (),
+    together: Sequence[str] = (),
+    bandwidth: float = speeds.BANDWIDTH,
+    min_speed: float | None = None,
+    strategy: str = "solve",
+    kv: str | None = None,
+    edited: str | Path | None = None,
+) -> Decision:
+    """`fewbits plan`: the table that `fewbits measure` wrote and a budget in, the best plan out. Instead of a budget, `edited`: a
+    plan.json that a person changed, to be priced anew."""
+    from fewbits import targets
+    from fewbits.sensitivity.table import read
+
+    table = read(Path(sensitivity))
+    if Path(model).name != table.model:
+        raise InputError(f"`{sensitivity}` was measured on `{table.model}`, not on `{Path(model).name}`", "measure this model first")
+    budget = Budget(size, fits, context, Thresholds(max_kl, min_agreement, max_ppl_ratio))
+    overrides = [override] if isinstance(override, str) else list(override)
+    target = targets.get(to)
+    if edited is not None:
+        if budget.given or overrides:
+            raise InputError("`--plan` prices a plan as it is", "leave the budget and `--override` out")
+        found = repriced(table, target, read_text(Path(edited), "`fewbits plan -o` writes one"))
+    else:
+        found = decide(
+            table,
+            target,
+            budget,
+            formats=formats,
+            overrides=overrides,
+            strategy=strategy,
+            kv_cache=kv,
+            together=together,
+            bandwidth=bandwidth,
+            min_speed=min_speed,
+        )
+    if out is not None:
+        with Staged(Path(out)) as staged:
+            staged.write_text(found.plan.to_json())
+    return found
+
+
+def repriced(table: Sensitivity, target: Target, text: str) -> Decision:
+    whole = allocator(table, target)
+    return Decision(whole.repriced(planning.read(text, table.weights, target)), whole, None)
+
+
+def predicted_kl(limits: Thresholds) -> float:
+    """The strictest of the accuracies, as a KL."""
+    found = [limits.max_kl] if limits.max_kl is not None else []
+    if limits.min_agreement is not None:
+        found.append(((1 - limits.min_agreement) / _DISAGREEMENT) ** 2)
+    if limits.max_ppl_ratio is not None:
+        found.append(math.log(max(limits.max_ppl_ratio, 1.0)) / _PERPLEXITY)
+    return min(found)
+
+
+def tensor_bytes(table: Sensitivity, target: Target, budget: Budget, elements: int, overhead: int | None, kv_cache: str | None) -> int:
+    """What the planned weights may take."""
+    config = attributes(table.config)
+    if budget.fits is not None:
+        use = hardware.Use(context=budget.context or CONTEXT, kv=kv.get(kv_cache or "float"))
+        left = hardware.weight_bytes_left(hardware.shape(config), hardware.parse_memory(budget.fits), use)
+        size: budgets.Size = budgets.FileBytes(max(1, left))
+    else:
+        assert budget.size is not None
+        size = budgets.parse_size(budget.size)
+    if overhead is None:
+        known = table.containers.get(target.name)
+        if known is None and isinstance(size, budgets.FileBytes):
+            raise InputError(f"the table does not say what a {target.name} file holds beside weights", f"measure with `--to {target.name}`")
+        overhead = known.overhead if known else 0
+    return budgets.tensor_bytes(size, elements, 0, overhead, lambda name: recipes.nbytes(name, table.weights, config))
+
+
+def attributes(config: dict[str, Any]) -> Any:
+    """A config from JSON, read as transformers' own is."""
+    return SimpleNamespace(**config)

@@ -1,0 +1,126 @@
+"""Tables of sensitivities, plans and frontiers for a person at a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+from fewbits.reporting.terminal import console, new_table, note, paired, plan_summary, size
+
+if TYPE_CHECKING:
+    from fewbits.benchmarks.plans import Plans
+    from fewbits.measurement import Measured
+    from fewbits.planning.allocation import Point
+    from fewbits.planning.deciding import Decision
+    from fewbits.planning.explaining import Explanation
+    from fewbits.rounds import Round
+
+_MOST = 8  # weights shown
+_BAR = 30  # characters
+
+
+def measured(result: Measured) -> None:
+    found = result.table
+    worst = max(found.rows, key=lambda name: max(cell.kl for cell in found.rows[name].values()))
+    formats = list(found.rows[worst])
+    totals = {fmt: sum(found.kl(w, fmt) for w in found.weights if fmt in found.rows[w.name]) for fmt in formats}
+    covered = {fmt: sum(fmt in row for row in found.rows.values()) for fmt in formats}
+    shown = new_table("predicted KL, if all weights that fit had one format", ("format", "weights", "KL", "the most of it"))
+    for fmt in sorted(formats, key=lambda name: -totals[name]):
+        most = max((w for w in found.weights if fmt in found.rows[w.name]), key=lambda w: found.rows[w.name][fmt].kl)
+        shown.add_row(fmt, str(covered[fmt]), f"{totals[fmt]:.2g}", f"{most.name} ({found.rows[most.name][fmt].kl:.1g})")
+    console.print(shown)
+    if result.probes:
+        from fewbits.sensitivity import probing
+
+        console.print(f"{len(result.probes)} single weights measured: log-correlation {probing.log_correlation(result.probes):.3f}")
+        for kind, factor in found.factors.items():
+            console.print(f"  {kind}: measured {factor.factor:.2f} x predicted (spread {factor.spread:.2f}, {factor.weights} measured)")
+        compared = new_table("measures of damage", ("measure", "rank correlation", "bits per weight wasted"))
+        for score in probing.compare_scores(found, result.probes):
+            compared.add_row(score.name, f"{score.rank_correlation:.3f}", f"{score.bits_wasted:.3f}")
+        console.print(compared)
+    console.print(f"wrote {result.path}")
+
+
+def decided(decision: Decision) -> None:
+    plan = decision.plan
+    plan_summary(plan)
+    speed = decision.allocator.tokens_per_second(plan)
+    forecast = f"about {speed:.0f} tokens/s at {decision.allocator.bandwidth / 1e9:.0f} GB/s"
+    console.print(f"predicted KL {'not known: a format was not measured' if plan.kl is None else f'{plan.kl:.4f}'}, {forecast}")
+    if decision.limit is None and decision.simple is None and plan.kl:
+        best = decision.allocator.within_bytes(plan.nbytes, "")
+        console.print(f"the best plan of this size: predicted KL {best.kl:.4f}")
+    if decision.simple is not None and decision.simple is not plan and decision.simple.kl and plan.kl:
+        simple = decision.simple
+        console.print(f"by thresholds: KL {simple.kl:.4f} at {size(simple.nbytes)}, {simple.kl / plan.kl:.1f} times as much")  # type: ignore[operator]
+    elif decision.simple is None and decision.limit is not None:
+        console.print("by thresholds (4, 8 or 16 bits): nothing meets this budget")
+    frontier(decision.frontier(), plan.nbytes)
+    ranked = sorted((entry for entry in plan.entries if entry.kl is not None), key=lambda entry: -(entry.kl or 0.0))[:_MOST]
+    shown = new_table("where most of the damage is", ("weight", "format", "bytes", "KL"))
+    for entry in ranked:
+        shown.add_row(escape(entry.weight), entry.format, size(entry.nbytes), f"{entry.kl:.1e}")
+    console.print(shown)
+
+
+def frontier(points: Sequence[Point], here: int | None = None) -> None:
+    """KL over size, as bars on a logarithmic scale."""
+    useful = [point for point in points if point.kl > 0]
+    if not useful:
+        return
+    low, high = (math.log(f(point.kl for point in useful)) for f in (min, max))
+    shown = new_table("frontier", ("bits per weight", "bytes", "predicted KL", ""))
+    nearest = min(useful, key=lambda point: abs(point.nbytes - here)) if here is not None else None
+    for point in useful:
+        bar = "#" * max(1, round(_BAR * (math.log(point.kl) - low) / max(high - low, 1e-9)))
+        mark = " <- near here" if point is nearest else ""
+        shown.add_row(f"{point.bits_per_weight:.2f}", size(point.nbytes), f"{point.kl:.2g}", bar + mark)
+    console.print(shown)
+
+
+def explained(found: Explanation) -> None:
+    rows, cols = found.shape
+    console.print(f"[bold]{escape(found.weight)}[/] ({rows} x {cols}): {escape(found.reason)}")
+    console.print(f"  {found.share_of_bytes:.2%} of the plan's bytes, {found.share_of_kl:.2%} of its predicted KL")
+    shown = new_table("what it could have had", ("format", "bytes", "KL", "more bytes", "more KL"))
+    for each in found.alternatives:
+        style = "bold" if each.chosen else None
+        shown.add_row(each.format, size(each.nbytes), f"{each.kl:.2e}", f"{each.more_bytes:+,}", f"{each.more_kl:+.1e}", style=style)
+    console.print(shown)
+    for fmt, why in found.refused:
+        note(f"not {fmt}: {why}")
+
+
+def contest(result: Plans) -> None:
+    for judged in result.texts:
+        where = f"[bold]{escape(result.model)}[/] in llama.cpp on {judged.tokens:,} tokens of {escape(judged.text)}"
+        console.print(f"{where}; KL floor {judged.kl_floor:.1e} (float file), {judged.kl_q8_0:.1e} (q8_0)")
+        columns = ("size of", "bits/w", "made by", "file", "predicted", "KL", "KL ratio", "95 %", "top-1", "perplexity ratio")
+        shown = new_table(None, columns)
+        for row in judged.rows:
+            predicted = "" if row.predicted is None else f"{row.predicted:.4f}"
+            shown.add_row(row.mix, f"{row.bits_per_weight:.3f}", row.maker, size(row.bytes), predicted, *paired(row.found))
+        console.print(shown)
+
+
+def rounds(done: Sequence[Round], passed: bool) -> None:
+    shown = new_table("rounds", ("round", "bytes", "predicted KL", "measured KL", "top-1", "perplexity", ""))
+    for number, each in enumerate(done, 1):
+        verdict = each.verdict
+        shown.add_row(
+            str(number),
+            size(each.nbytes),
+            f"{each.predicted:.4f}",
+            f"{verdict.kl_mean:.4f}",
+            f"{verdict.top1_agreement:.2%}",
+            f"x {verdict.ppl_ratio:.4f}",
+            "passed" if each.passed else "failed",
+        )
+    console.print(shown)
+    if not passed:
+        note("not reachable with these formats; this is the nearest that was found")

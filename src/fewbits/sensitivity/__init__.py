@@ -1,0 +1,146 @@
+"""How much each weight minds each format: a table of predicted KL, weight by weight, kept as it grows.
+
+predicting.py     one weight: its real rounding errors, and what they are predicted to cost
+sampling.py       the few rows that stand for all of a weight
+table.py          the result: plain data, read without torch
+streams.py        the float model and changed copies of it, run side by side
+probing.py        a few weights measured directly, to correct the rest; simpler scores beside it
+accumulation.py   how errors add up from block to block
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fewbits.errors import InputError
+from fewbits.progress import silent
+from fewbits.sensitivity.table import Cell, Container, Factor, Scores, Sensitivity, cell_of, read
+
+if TYPE_CHECKING:
+    from fewbits.calibration.storing import Statistics
+    from fewbits.formats import Format
+    from fewbits.model import Model, Weight
+    from fewbits.progress import Progress
+
+__all__ = ["Cell", "Container", "Factor", "Scores", "Sensitivity", "measure", "read"]
+
+ACTIVATIONS = ("int8", "fp8")  # as `--activations` takes them; one scale per token
+
+
+class Row(NamedTuple):
+    """One weight: predicted KL by format, and of rounding its input."""
+
+    cells: dict[str, Cell]
+    activations: dict[str, float]
+
+
+def measure(
+    model: Model,
+    statistics: Statistics,
+    formats: Sequence[Format],
+    method: str = "auto",
+    *,
+    kept: Path | None = None,
+    progress: Progress[Any] = silent,
+) -> Sensitivity:
+    """Every weight in each of these formats that its shape allows, and in the format it has. `kept`: a file of finished rows, for
+    the next run to go on from."""
+    if statistics.model_sha256 != model.fingerprint:
+        raise InputError(f"`{statistics.folder}` holds statistics of another model", "calibrate this one first")
+    runs = tuple(statistics.about["runs"])
+    key = {"model": model.fingerprint, "runs": list(runs), "method": method, "formats": [fmt.name for fmt in formats]}
+    rows = _found(kept, key)
+    missing = [weight for weight in model.weights if weight.name not in rows]
+    for name, row in progress(_measured(model, statistics, missing, formats, method), len(missing), "measuring"):
+        rows[name] = row
+        _keep(kept, key, name, row)
+    return Sensitivity(
+        model=model.path.name,
+        model_sha256=model.fingerprint,
+        runs=runs,
+        method=method,
+        weights=model.weights,
+        rows={weight.name: rows[weight.name].cells for weight in model.weights},
+        config=model.config.to_dict(),
+        activations={weight.name: rows[weight.name].activations for weight in model.weights if rows[weight.name].activations},
+    )
+
+
+def _measured(
+    model: Model, statistics: Statistics, weights: Sequence[Weight], formats: Sequence[Format], method: str
+) -> Iterator[tuple[str, Row]]:
+    """Several weights at a time, each on one thread: their matrices are too small to share one among threads. In order all the same."""
+    import torch
+
+    workers = torch.get_num_threads()
+
+    def one(weight: Weight) -> tuple[str, Row]:
+        torch.set_num_threads(1)
+        return weight.name, _row(model, statistics, weight, formats, method)
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            waiting = [pool.submit(one, weight) for weight in weights[: 2 * workers]]
+            for following in range(len(waiting), len(weights) + len(waiting)):
+                yield waiting.pop(0).result()
+                if following < len(weights):  # never more than a few at once: each holds its matrix and its Hessians
+                    waiting.append(pool.submit(one, weights[following]))
+    finally:
+        torch.set_num_threads(workers)
+
+
+def _row(model: Model, statistics: Statistics, weight: Weight, wanted: Sequence[Format], method: str) -> Row:
+    from fewbits import activations, formats
+    from fewbits.sensitivity.predicting import Predictor, activation_kl
+
+    own, known = formats.get(weight.dtype), statistics.of(weight.name)
+    possible = [fmt for fmt in dict.fromkeys((*wanted, own)) if fmt.fits(weight.shape) is None]
+    if not known.predicts_kl:
+        if known.has_importance:
+            raise InputError(f"the statistics of `{weight.name}` hold no gradients", "calibrate with gradients and Hessians")
+        # Calibration never saw it. An expert that no token chose does no harm, and shares the format of its siblings; of anything else
+        # nothing is known, and it stays as it is.
+        some = possible if weight.expert is not None else [own]
+        return Row({fmt.name: Cell(0.0, 0.0, "rtn", Scores(0.0, 0.0, 0.0, 0.0)) for fmt in some}, {})
+    w = model.load(weight)
+    inputs = ((name, activations.parse(name)) for name in ACTIVATIONS)
+    rounded = {name: activation_kl(w, known, activation) for name, activation in inputs if activation}
+    return Row(dict(Predictor(w, known, method).cells(possible)), {name: kl for name, kl in rounded.items() if kl is not None})
+
+
+def _found(kept: Path | None, key: dict[str, Any]) -> dict[str, Row]:
+    """Rows of an earlier run with the same settings; a line cut short by its end does not count."""
+    rows: dict[str, Row] = {}
+    if kept is None or not kept.is_file():
+        return rows
+    lines, whole = kept.read_text().splitlines(keepends=True), 0
+    try:
+        for number, line in enumerate(lines):
+            content = json.loads(line)
+            if number == 0 and content != key:
+                break
+            if number > 0:
+                name, cells, activations = content
+                rows[name] = Row({fmt: cell_of(cell) for fmt, cell in cells.items()}, dict(activations))
+            whole = number + 1
+    except (ValueError, KeyError, TypeError):
+        pass
+    if whole < len(lines):
+        kept.write_text("".join(lines[:whole]))
+    return rows
+
+
+def _keep(kept: Path | None, key: dict[str, Any], name: str, row: Row) -> None:
+    if kept is None:
+        return
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    new = not kept.is_file() or kept.stat().st_size == 0
+    with kept.open("a") as file:
+        if new:
+            file.write(json.dumps(key) + "\n")
+        file.write(json.dumps([name, {fmt: asdict(cell) for fmt, cell in row.cells.items()}, row.activations]) + "\n")

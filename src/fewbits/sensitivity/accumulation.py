@@ -1,0 +1,76 @@
+"""The error budget: how rounding errors add up from block to block, as predicted and as measured.
+
+One pass with two streams side by side: the float model, and the model with every block up to here quantized. After each block a branch
+leaves the second one and goes on in float: its KL at the end is what the blocks up to there cost. Predicted is the sum of the plan's
+entries for the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fewbits.blocks import Blocks
+from fewbits.sensitivity.streams import Stream, walk
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.artifact import Artifact
+    from fewbits.model import Model, Weight
+    from fewbits.progress import Progress
+
+_ALL = "all blocks"
+
+
+@dataclass(frozen=True)
+class Row:
+    block: int  # -1: what is in no block (embedding, output)
+    weights: int
+    predicted: float | None  # KL of this block's weights; None: the plan was not made from measurements
+    predicted_so_far: float | None
+    measured_so_far: float  # KL of the model with the blocks up to this one quantized
+    hidden_error: float  # of what the block gives: squared, relative, mean over tokens
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    tokens: int
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def accumulate(model: Model, artifact: Artifact, windows: Sequence[Sequence[int]], memory: int, progress: Progress[Any]) -> Accumulation:
+    blocks = Blocks(model)
+    outer, inner = blocks.outer_weights, [blocks.weights(index) for index in range(len(blocks))]
+
+    def decoded(weight: Weight) -> Callable[[], Tensor]:
+        return lambda: artifact.decoded(weight)
+
+    # the outer weights are changed in every stream: a tied embedding is both ends of the model
+    at_the_ends = {weight.name: decoded(weight) for weight in outer}
+    inside = {weight.name: decoded(weight) for block in inner for weight in block}
+    streams = {_ALL: Stream(at_the_ends | inside)}
+    for index in range(-1, len(blocks) - 1):
+        streams[str(index)] = Stream(at_the_ends, parent=_ALL, start=index + 1)
+    found = walk(model, windows, streams, memory, progress, watch=(_ALL,))
+    rows, so_far = [], 0.0
+    for index, weights in enumerate([outer, *inner], start=-1):
+        entries = [artifact.plan[weight.name].kl for weight in weights]
+        known = [kl for kl in entries if kl is not None]
+        predicted = math.fsum(known) if len(known) == len(entries) else math.nan
+        so_far += predicted
+        stream = _ALL if index == len(blocks) - 1 else str(index)
+        measured, error = float(np.mean(found.measured[stream].kl)), found.errors[_ALL].get(index, 0.0)
+        rows.append(Row(index, len(weights), _known(predicted), _known(so_far), measured, error))
+    return Accumulation(len(found.measured[_ALL].kl), tuple(rows))
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value

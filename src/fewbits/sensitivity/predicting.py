@@ -1,0 +1,144 @@
+"""One weight in every format: the KL that its real rounding errors are predicted to cost, and what simpler scores would say.
+
+The second-order expansion of KL around the float model: half the sum over outputs i of g2_i e_i H e_i^T, with e the error that the method
+really makes, H the second moment of the inputs, each token by its share in the loss, and g2 the mean square of the loss's gradient.
+Rounding is judged on all samples; error feedback is fitted to one half of them and judged on the other, because on the samples it was
+fitted to it looks better than it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fewbits import feedback
+from fewbits.activations import Activation, quantized
+from fewbits.rounding import decode, encode
+from fewbits.sensitivity.sampling import Drawn, draw
+from fewbits.sensitivity.table import Cell, Scores
+
+if TYPE_CHECKING:
+    from fewbits.calibration.statistics import Half, WeightStatistics
+    from fewbits.formats import Format
+
+ENOUGH = 1 << 16  # weights of which the errors are computed
+_FIRSTS, _DRAWN = 32, 512  # inputs whose rounding is tried, at position 0 and after it
+DAMPING = 0.03  # of a trial: what the search for the best amount mostly finds
+
+
+class Predictor:
+    """Holds what the formats of one weight share: the rows that stand for it, and its factored Hessians."""
+
+    def __init__(self, w: Tensor, statistics: WeightStatistics, method: str, weights: int = ENOUGH) -> None:
+        self.statistics, self.method = statistics, method
+        self.drawn = draw(_guess(w, statistics), max(1, weights // w.shape[1]))
+        self.w = w[self.drawn.rows]
+        self.rows = w.shape[0]
+        self._orders: dict[int, feedback.Ordered | None] = {}
+
+    def cells(self, formats: Iterable[Format]) -> Iterator[tuple[str, Cell]]:
+        for fmt in formats:
+            yield fmt.name, self.cell(fmt)
+
+    def cell(self, fmt: Format) -> Cell:
+        if fmt.levels is None:
+            return self._of(self.w - fmt.pack(self.w, {})["values"].float(), None, "cast")
+        plain = self._rounded(fmt, None)
+        if self.method == "rtn" or (solved := self._fed_back(fmt)) is None:
+            return self._of(plain, None, "rtn")
+        fitted = self._of(solved, 1, "gptq")
+        if self.method == "gptq":
+            return fitted
+        rounded = self._of(plain, 1, "rtn")  # by the same half: only so are they comparable
+        return fitted if fitted.kl < rounded.kl else rounded
+
+    def _rounded(self, fmt: Format, half: Half) -> Tensor:
+        assert fmt.levels
+        grid = fmt.fit(self.w, self.statistics.importance(half) if self.statistics.has_importance else None)
+        return self.w - decode(encode(self.w, fmt.levels, *fmt.affine(grid)), fmt.levels, *fmt.affine(grid))
+
+    def _fed_back(self, fmt: Format) -> Tensor | None:
+        """The error with feedback, fitted to the first half; None: no Hessian is to be had."""
+        width = feedback.width(fmt, self.w.shape[1])
+        if width not in self._orders:
+            self._orders[width] = self._ordered(width)
+        order = self._orders[width]
+        if order is None:
+            return None
+        assert fmt.levels
+        solved = feedback.solve(self.w, fmt, order, passes=1)
+        return self.w - decode(solved.codes, fmt.levels, *fmt.affine(solved.grid))
+
+    def _ordered(self, width: int) -> feedback.Ordered | None:
+        if not self.statistics.has_hessian:
+            return None
+        try:
+            return feedback.ordered(self.statistics.hessian(0), width, "blocks", DAMPING, torch.float32)
+        except feedback.Singular:
+            return None
+
+    def _of(self, error: Tensor, half: Half, method: str) -> Cell:
+        stats, drawn = self.statistics, self.drawn
+        damage = stats.row_damage(error, half, drawn.rows)
+        return Cell(kl=drawn.total(damage), spread=drawn.spread(damage), method=method, scores=scores(error, stats, drawn))
+
+
+def activation_kl(w: Tensor, statistics: WeightStatistics, activation: Activation) -> float | None:
+    """Of rounding this weight's inputs, from those that calibration kept; None: it kept none, or there is no loss to judge by."""
+    seen = statistics.input
+    if seen is None or statistics.sensitivity is None or statistics.gradient_square is None:
+        return None
+    by_row = statistics.output_sensitivity()
+    by_row = by_row / by_row.mean().clamp(min=1e-30)
+    total = 0.0
+    for place, x in enumerate((seen.firsts()[:_FIRSTS], seen.drawn()[:_DRAWN])):
+        if len(x):
+            square = ((x - quantized(x, activation)) @ w.T).square()
+            weight = float(statistics.sensitivity[:, place].sum()) / max(1, seen.tokens())
+            total += 0.5 * weight * float((square @ by_row).double().mean())
+    return total
+
+
+def scores(error: Tensor, stats: WeightStatistics, drawn: Drawn) -> Scores:
+    """What one would go by who has less: none of them knows of the others' terms."""
+    square = error.square()
+    if stats.input is None or stats.gradient_square is None:
+        plain = drawn.total(square.sum(1))
+        return Scores(plain, plain, plain, plain)
+    mean_square, gradient = stats.input.mean_square(), stats.output_sensitivity()[drawn.rows]
+    assert stats.fisher_square is not None and stats.sensitivity is not None
+    by_token = (stats.fisher_square.sum(0) / stats.sensitivity.sum().clamp(min=1e-300)).float()
+    moments = None if stats.input.moment is None else stats.input.second_moment()
+    output = square @ mean_square if moments is None else ((error @ moments) * error).sum(1)
+    return Scores(
+        weight=drawn.total(square.sum(1)),
+        output=drawn.total(output),
+        gradient=0.5 * drawn.total(gradient * (square @ mean_square)),
+        diagonal=0.5 * drawn.total(gradient * (square @ by_token)),
+    )
+
+
+def _guess(w: Tensor, statistics: WeightStatistics) -> Tensor:
+    """(rows,): what each row would lose to rounding in four bits, by columns alone."""
+    step = w.unflatten(1, (-1, 32)).abs().amax(2).square() if w.shape[1] % 32 == 0 else w.abs().amax(1, keepdim=True).square()
+    importance = statistics.importance() if statistics.has_importance else torch.ones(w.shape[1])
+    by_group = importance.unflatten(0, (step.shape[1], -1)).sum(1)
+    guess: Tensor = step @ by_group
+    rows = torch.zeros(len(w))
+    if statistics.gradient_square is not None:
+        rows += statistics.output_sensitivity()
+    if statistics.lookup is not None and statistics.lookup.fisher is not None:
+        role = float(statistics.lookup.fisher.sum(0).diagonal().mean()) / statistics.lookup.tokens
+        own = _mean_energy(statistics)
+        rows = rows * own + statistics.lookup.frequency() * role
+    return guess * rows if bool(rows.any()) else guess
+
+
+def _mean_energy(statistics: WeightStatistics) -> float:
+    """Of the inputs, each token by its share in the loss: what makes the two roles of a tied matrix comparable."""
+    if statistics.fisher_square is None or statistics.sensitivity is None:
+        return 1.0
+    return float(statistics.fisher_square.sum(0).mean() / statistics.sensitivity.sum().clamp(min=1e-300))

@@ -1,0 +1,127 @@
+"""What measuring found: for every weight and format the KL that it is predicted to cost. Plain data; loads no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fewbits.checkpoints.folder import read_json
+from fewbits.errors import InputError
+from fewbits.files import Staged
+from fewbits.model import Weight
+
+SCHEMA = 1
+_HINT = "make it anew with `fewbits measure`"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Simpler measures of the same errors, each without what the next one knows."""
+
+    weight: float  # squared error of the weight
+    output: float  # of its output: inputs known, the loss not
+    gradient: float  # inputs and loss known by channel, tokens not
+    diagonal: float  # tokens by their share in the loss too; channels still taken to be independent
+
+
+@dataclass(frozen=True)
+class Cell:
+    kl: float  # predicted
+    spread: float  # of the prediction, relative, from the rows that were not looked at
+    method: str  # that chose the codes
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Measured over predicted KL of single weights of one kind: what the expansion misses."""
+
+    factor: float  # geometric mean
+    spread: float  # one standard deviation of its logarithm over the weights
+    weights: int
+
+
+@dataclass(frozen=True)
+class Container:
+    """What a target's file holds beside the planned weights, by its dry run."""
+
+    overhead: int  # header, graph, tokenizer, norms, padding; of a plan with a long text, so that no other takes more
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    model: str  # name of the folder or file
+    model_sha256: str
+    runs: tuple[dict[str, Any], ...]  # the texts that the statistics are of
+    method: str
+    weights: tuple[Weight, ...]
+    rows: dict[str, dict[str, Cell]]  # weight -> format -> cell
+    config: dict[str, Any] = field(default_factory=dict)  # the model's, for the memory that a context takes
+    containers: dict[str, Container] = field(default_factory=dict)  # by target
+    factors: dict[str, Factor] = field(default_factory=dict)  # by kind of weight
+    activations: dict[str, dict[str, float]] = field(default_factory=dict)  # weight -> activation -> predicted KL of rounding its input
+
+    def kl(self, weight: Weight, fmt: str) -> float:
+        """Predicted, and corrected by what was measured of its kind."""
+        factor = self.factors.get(weight.kind)
+        return self.rows[weight.name][fmt].kl * (factor.factor if factor else 1.0)
+
+    def to_dict(self) -> dict[str, object]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    def save(self, path: Path) -> None:
+        head = {key: value for key, value in self.to_dict().items() if key != "rows"}
+        lines = ",\n".join(
+            f"  {json.dumps(name)}: {json.dumps(_rounded({fmt: asdict(cell) for fmt, cell in row.items()}))}"
+            for name, row in self.rows.items()
+        )
+        with Staged(path) as staged:
+            staged.write_text(json.dumps(head, indent=1)[:-2] + f',\n "rows": {{\n{lines}\n }}\n}}\n')
+
+
+def read(path: Path) -> Sensitivity:
+    found: Any = read_json(path, "`fewbits measure` writes one")
+    try:
+        if found["schema"] != SCHEMA:
+            raise InputError(f"`{path}` has schema {found['schema']}, this fewbits reads schema {SCHEMA}", _HINT)
+        return Sensitivity(
+            model=str(found["model"]),
+            model_sha256=str(found["model_sha256"]),
+            runs=tuple(found["runs"]),
+            method=str(found["method"]),
+            weights=tuple(Weight(**{**row, "shape": (row["shape"][0], row["shape"][1])}) for row in found["weights"]),
+            rows={name: {fmt: cell_of(cell) for fmt, cell in row.items()} for name, row in found["rows"].items()},
+            config=dict(found["config"]),
+            containers={name: Container(**row) for name, row in found["containers"].items()},
+            factors={kind: Factor(**row) for kind, row in found["factors"].items()},
+            activations={name: {key: float(kl) for key, kl in row.items()} for name, row in found["activations"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as failure:
+        raise InputError(f"`{path}` is no table of sensitivities: {failure!r}", _HINT) from failure
+
+
+def cell_of(row: Mapping[str, Any]) -> Cell:
+    numbers = {key: float(row[key]) for key in ("kl", "spread")}
+    if not all(math.isfinite(value) and value >= 0 for value in numbers.values()):
+        raise ValueError(f"a predicted KL is finite and not below 0, this is {row['kl']}")
+    return Cell(**numbers, method=str(row["method"]), scores=Scores(**{key: float(value) for key, value in row["scores"].items()}))
+
+
+def with_factors(table: Sensitivity, factors: Mapping[str, Factor]) -> Sensitivity:
+    return replace(table, factors=dict(factors))
+
+
+def measured_formats(table: Sensitivity) -> Sequence[str]:
+    """Every format that at least one weight was measured in."""
+    return list(dict.fromkeys(fmt for row in table.rows.values() for fmt in row))
+
+
+def _rounded(value: Any) -> Any:
+    """Five digits: a prediction has two."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    return {key: _rounded(entry) for key, entry in value.items()} if isinstance(value, dict) else value
