@@ -186,3 +186,10 @@ def test_verbs_without_weights_load_no_torch(words: list[str]) -> None:
         "try: cli.main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("target", targets.all().values(), ids=lambda target: target.name)
+def test_a_target_carries_every_format_that_plans_choose_from(target: targets.Target) -> None:
+    weight = Weight("any", (512, 512), "mlp", "fp16")
+    assert len(target.candidates) >= 8
+    assert not [name for name in target.candidates if planning.refuses(weight, target, formats.get(name))]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from fewbits import cli_bench, cli_plan
+from fewbits import cli_bench, cli_compare, cli_plan
 from fewbits.cli_options import (
     Bandwidth,
     Calibration,
@@ -39,12 +38,11 @@ from fewbits.cli_options import (
     Tokens,
     bytes_of,
     length_of,
-    lengths_of,
     names_of,
     progress_for,
     show_json,
 )
-from fewbits.errors import FewbitsError, InputError
+from fewbits.errors import FewbitsError
 
 if TYPE_CHECKING:
     pass
@@ -53,6 +51,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_e
 app.add_typer(cli_bench.bench, name="bench")
 app.command()(cli_plan.measure)
 app.command()(cli_plan.plan)
+app.command()(cli_compare.compare)
 
 
 @app.callback()
@@ -241,50 +240,6 @@ def inspect(
         show_json(found.to_dict())
     else:
         terminal.inspection(found)
-
-
-@app.command()
-def compare(
-    model: ModelArg,
-    weight: Annotated[str | None, typer.Option("--weight", help="Only weights whose name matches this regular expression.")] = None,
-    formats: Annotated[str | None, typer.Option("--formats", help="These formats, with commas, or all. Default: the usual dozen.")] = None,
-    bits: Annotated[int, typer.Option("--bits", min=2, max=8, help="Width for the comparison of granularities.")] = 4,
-    ranges: Annotated[bool, typer.Option("--ranges", help="Compare estimators of activation ranges instead; needs --stats.")] = False,
-    stats: Annotated[Path | None, typer.Option("--stats", help="Statistics that `fewbits calibrate` wrote.")] = None,
-    levels: Annotated[str, typer.Option("--levels", help="For --ranges: int8, int8_asymmetric, fp8_e4m3 or fp8_e5m2.")] = "int8",
-    kv: Annotated[bool, typer.Option("--kv", help="Compare KV cache formats at several context lengths instead.")] = False,
-    lengths: Annotated[str, typer.Option("--lengths", help="For --kv: context lengths, with commas.")] = "128,512",
-    data: Data = None,
-    tokens: Tokens = 4096,
-    offline: Offline = False,
-    as_json: Json = False,
-) -> None:
-    """Reconstruction error by granularity and format, and decode speed; or activation ranges; or KV caches."""
-    from fewbits.reporting import terminal
-
-    progress = progress_for(as_json, False)
-    shown: Any
-    show: Callable[[Any], None]
-    if ranges:
-        from fewbits.range_comparison import compare_ranges
-
-        if stats is None:
-            raise InputError("`--ranges` needs statistics", "make them with `fewbits calibrate MODEL -o STATS`, then add `--stats STATS`")
-        shown, show = compare_ranges(stats, levels, progress), terminal.range_comparison
-    elif kv:
-        from fewbits.kv_comparison import compare_kv
-
-        shown = compare_kv(model, formats.split(",") if formats else None, lengths_of(lengths), data or (), tokens, offline, progress)
-        show = terminal.kv_comparison
-    else:
-        from fewbits.comparison import compare as run
-
-        shown = run(model, weight, formats.split(",") if formats else None, bits, offline, progress)
-        show = terminal.comparison
-    if as_json:
-        show_json(shown.to_dict())
-    else:
-        show(shown)
 
 
 @app.command()

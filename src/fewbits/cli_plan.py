@@ -40,8 +40,11 @@ def measure(
     formats: Formats = None,
     method: Annotated[str, typer.Option("--method", help="How codes will be chosen: auto, gptq or rtn.")] = "auto",
     probes: Annotated[int, typer.Option("--probes", min=0, help="Measure so many weights directly too, to correct the rest.")] = 0,
-    held_out: Annotated[list[Path] | None, typer.Option("--held-out", help="Text for the probes. Default: the embedded text.")] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens that each probe is run on.")] = 4096,
+    kv: Annotated[str | None, typer.Option("--kv", help="Formats of the KV cache to measure too, with commas: int8,int4,fp8.")] = None,
+    held_out: Annotated[
+        list[Path] | None, typer.Option("--held-out", help="Text for probes and KV caches. Default: the embedded text.")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens that each of them is run on.")] = 4096,
     memory: Memory = "1GB",
     offline: Offline = False,
     as_json: Json = False,
@@ -52,8 +55,8 @@ def measure(
     from fewbits.reporting import plans
 
     result = run(
-        model, out, stats=stats, to=to, formats=names_of(formats), method=method, probes=probes, held_out=held_out or (), tokens=tokens,
-        memory=bytes_of(memory), offline=offline, progress=progress_for(as_json, quiet),
+        model, out, stats=stats, to=to, formats=names_of(formats), method=method, probes=probes, kv=names_of(kv),
+        held_out=held_out or (), tokens=tokens, memory=bytes_of(memory), offline=offline, progress=progress_for(as_json, quiet),
     )  # fmt: skip
     if as_json:
         show_json(result.to_dict())
@@ -79,7 +82,7 @@ def plan(
     bandwidth: Bandwidth = "30GB/s",
     strategy: Strategy = "solve",
     edited: Annotated[Path | None, typer.Option("--plan", help="Instead of a budget: a plan.json that you edited, priced anew.")] = None,
-    kv: Annotated[str | None, typer.Option("--kv", help="Format of the KV cache, where --fits counts it.")] = None,
+    kv: Annotated[str | None, typer.Option("--kv", help="Format of the KV cache, where --fits counts it; auto: the best one.")] = None,
     explain: Annotated[list[str] | None, typer.Option("--explain", metavar="WEIGHT", help="Why a weight got its format.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,

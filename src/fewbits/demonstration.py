@@ -1,34 +1,54 @@
-"""The whole way on the embedded model, with no arguments: calibrate, quantize, write, run in two real runtimes, judge."""
+"""The whole way on the embedded model, with no arguments: calibrate, measure, plan, quantize, write, run in two real runtimes, judge."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fewbits import artifact as artifacts
-from fewbits import calibration, embedded, formats, model, pipeline, planning, preparation, runtimes, targets, verification
+from fewbits import (
+    budgeted,
+    calibration,
+    embedded,
+    formats,
+    model,
+    pipeline,
+    planning,
+    preparation,
+    runtimes,
+    sensitivity,
+    targets,
+    verification,
+)
 from fewbits.artifact import Artifact
 from fewbits.crosscheck import CrossCheck, crosscheck
 from fewbits.errors import InputError, MissingError
 from fewbits.files import Staged, to_json
-from fewbits.planning import Plan
+from fewbits.planning import Plan, deciding
 from fewbits.progress import Progress, silent
 from fewbits.runtimes import torch as torch_runtime
+from fewbits.sensitivity import Sensitivity
+from fewbits.targets import Target
 from fewbits.verification import Thresholds, Verdict
 
-# (format, target): one row of the table each. None: the weights as they are.
+# (format, target): one row of the table each. None: the weights as they are. A size: planned, below the format that takes as much.
 _ROWS = (
     (None, "gguf"),
     (None, "onnx"),
     ("q8_0", "gguf"),
     ("int8_channel", "onnx"),
-    ("q4_k", "gguf"),
-    ("int4_g32", "gguf"),
     ("int4_g32", "onnx"),
+    ("5bpw", "onnx"),
+    ("int4_g32", "gguf"),
+    ("q4_k", "gguf"),
+    ("4.5bpw", "gguf"),
     ("q3_k", "gguf"),
+    ("3.4375bpw", "gguf"),
 )
 _CROSSCHECK_WINDOWS = 8
 _SAMPLES = 48  # to calibrate with: 24,576 tokens
@@ -82,12 +102,15 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
     with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
         samples = calibration.draw(source, (), _SAMPLES, None, 0)
         statistics = calibration.collect(source, samples, Path(scratch) / "statistics", progress=progress)
+
+        @cache
+        def measured_for(target: Target) -> Sensitivity:
+            return sensitivity.measure(source, statistics, budgeted.candidates_for(source, target, ()), progress=silent)
+
         for fmt, to in progress(rows, len(rows), "quantizing and writing"):
             target = targets.get(to)
             label = fmt or "float"
-            plan = planning.kept(source.weights, target)
-            if fmt:
-                plan = planning.uniform(source.weights, target, formats.get(fmt), method="auto")
+            plan = _plan(source, target, fmt, lambda target=target: measured_for(target))  # type: ignore[misc]
             artifact = artifacts.quantize(source, plan, Path(scratch) / f"{label}-{to}", silent, statistics)
             path = pipeline.export(artifact, folder / f"{label}{Path(target.file_name).suffix}", to=to)
             made[label, to] = (path, plan, artifact)
@@ -112,6 +135,14 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
     with Staged(folder / "results.json") as staged:
         staged.write_text(to_json(result.to_dict()))
     return result
+
+
+def _plan(source: model.Model, target: Target, wanted: str | None, table: Callable[[], Sensitivity]) -> Plan:
+    if wanted is None:
+        return planning.kept(source.weights, target)
+    if wanted.endswith("bpw"):
+        return deciding.decide(table(), target, deciding.Budget(size=wanted)).plan
+    return planning.uniform(source.weights, target, formats.get(wanted), method="auto")
 
 
 def _runtime(to: str) -> runtimes.Runtime:

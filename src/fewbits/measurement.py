@@ -49,6 +49,7 @@ def measure(
     formats: Sequence[str] = (),
     method: str = "auto",
     probes: int = 0,
+    kv: Sequence[str] = (),
     held_out: Paths = (),
     tokens: int = TOKENS,
     memory: int = calibration.MEMORY,
@@ -58,9 +59,9 @@ def measure(
     """Predicted KL of every weight in every format that the target carries. Interrupted, it goes on where it was.
 
     probes: so many weights are also measured directly, each in three formats, on `held_out` text; what the prediction misses on average
-    corrects the other weights of their kind.
+    corrects the other weights of their kind. kv: formats of the KV cache, measured directly on the same text.
     """
-    from fewbits import methods
+    from fewbits import kv_cache, methods
     from fewbits.sensitivity import probing
 
     path, target = Path(out), targets.get(to)
@@ -71,8 +72,11 @@ def measure(
     kept = path.with_name(f"{path.name}.partial")
     table = sensitivity.measure(source, statistics, candidates, method, kept=kept, progress=progress)
     found: list[Probe] = []
+    windows = preparation.held_out_windows(source, held_out, None, tokens) if probes or kv else []
+    if kv:
+        rows = kv_cache.measure(source, list(kv), [min(map(len, windows))], windows, progress)
+        table = replace(table, kv={row.format: row.kl for row in rows})
     if probes:
-        windows = preparation.held_out_windows(source, held_out, None, tokens)
         found = probing.probe(source, statistics, table, probing.spread_out(table, probes), windows, memory, progress)
         table = replace(table, factors=probing.factors(found))
     table = budgeted.with_container(table, source, target)

@@ -19,6 +19,7 @@ ROUNDS = 5
 _AIM = 0.96  # of the limit: a plan aimed at the limit itself fails every second time
 _CLOSE = 0.90  # of the limit in KL: from here on a smaller file could save about 1 % of its bytes
 _NARROW = 1.12  # between the least that failed and the most that passed: nothing is left to be found
+_INNER = 0.3  # of what is left between the two, in logarithms, is kept away from each
 _STEP = 8.0  # at most, from one round to the next
 
 
@@ -68,9 +69,9 @@ def _next(done: Sequence[Round], limits: Thresholds, least: float) -> float | No
     if passing is not None and failing is not None and failing / passing < _NARROW:
         return None
     wanted = last.predicted * min(max(_AIM / max(used, 1e-9), 1 / _STEP), _STEP)
-    low, high = passing or 0.0, failing or math.inf
-    if not low < wanted < high:  # the last measurement contradicts an earlier one: halve what is left between them
-        wanted = math.sqrt(low * high) if low and high < math.inf else wanted
+    if passing is not None and failing is not None:  # not too near to either: they are known already
+        wide = failing / passing
+        wanted = min(max(wanted, passing * wide**_INNER), passing * wide ** (1 - _INNER))
     if wanted < least:
         return least if failing is None or failing > least * 1.001 else None
     return wanted

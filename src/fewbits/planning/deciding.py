@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,6 +73,7 @@ class Decision:
     limit: int | None  # tensor bytes that the budget allows; None: it is one of accuracy
     simple: Plan | None = None  # what thresholds would give for the same budget; None: nothing within it
     whole_file: bool = False  # the budget counts the container too
+    kv: str | None = None  # format of the KV cache that the budget was counted with
 
     def frontier(self) -> list[Point]:
         return self.allocator.frontier()
@@ -83,6 +84,7 @@ class Decision:
         return {
             "plan": json.loads(self.plan.to_json()),
             "limit_bytes": self.limit,
+            "kv": self.kv,
             "threshold_plan": {"bytes": self.simple.nbytes, "kl": self.simple.kl} if self.simple else None,
             "frontier": [asdict(point) for point in self.frontier()],
         }
@@ -106,6 +108,24 @@ def decide(
 ) -> Decision:
     """overhead: of the container, if it is known better than from the table's dry run. kl: the predicted KL to stay below, in place of
     what the budget's accuracies mean at first sight."""
+    if kv_cache == "auto":
+        return _best_cache(
+            table,
+            lambda name: decide(
+                table,
+                target,
+                budget,
+                formats=formats,
+                overrides=overrides,
+                strategy=strategy,
+                kv_cache=name,
+                overhead=overhead,
+                scale=scale,
+                together=together,
+                bandwidth=bandwidth,
+                min_speed=min_speed,
+            ),
+        )
     if strategy not in STRATEGIES:
         raise InputError(f"no strategy is named `{strategy}`", f"known strategies: {', '.join(STRATEGIES)}")
     if not budget.given:
@@ -125,7 +145,26 @@ def decide(
             raise InputError(f"no thresholds meet {why}", "leave `--strategy` out: the solver has more choices")
         best = simple
     counts_all = budget.fits is not None or (budget.size is not None and isinstance(budgets.parse_size(budget.size), budgets.FileBytes))
-    return Decision(best, whole, limit, simple, counts_all)
+    return Decision(best, whole, limit, simple, counts_all, kv_cache)
+
+
+def _best_cache(table: Sensitivity, decided: Callable[[str], Decision]) -> Decision:
+    """A smaller cache leaves more for the weights: the one with which both together are predicted to cost least."""
+    if not table.kv:
+        raise InputError("`--kv auto` needs KV caches in the table", "measure with `--kv int8,int4`")
+    found: list[tuple[float, Decision]] = []
+    refused: InputError | None = None
+    for name, kl in {"float": 0.0, **table.kv}.items():
+        try:
+            decision = decided(name)
+        except InputError as failure:  # a large cache may leave too little
+            refused = failure
+        else:
+            found.append((kl + (decision.plan.kl or 0.0), decision))
+    if not found:
+        assert refused
+        raise refused
+    return min(found, key=lambda entry: entry[0])[1]
 
 
 def plan(

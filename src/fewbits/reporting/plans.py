@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fewbits.planning.deciding import Decision
     from fewbits.planning.explaining import Explanation
     from fewbits.rounds import Round
+    from fewbits.sensitivity.accumulation import Accumulation
 
 _MOST = 8  # weights shown
 _BAR = 30  # characters
@@ -52,6 +53,9 @@ def decided(decision: Decision) -> None:
     speed = decision.allocator.tokens_per_second(plan)
     forecast = f"about {speed:.0f} tokens/s at {decision.allocator.bandwidth / 1e9:.0f} GB/s"
     console.print(f"predicted KL {'not known: a format was not measured' if plan.kl is None else f'{plan.kl:.4f}'}, {forecast}")
+    if decision.kv:
+        own = decision.allocator.table.kv.get(decision.kv)
+        console.print(f"KV cache in {decision.kv}" + (f", which costs a KL of {own:.1e} more" if own else ""))
     if decision.limit is None and decision.simple is None and plan.kl:
         best = decision.allocator.within_bytes(plan.nbytes, "")
         console.print(f"the best plan of this size: predicted KL {best.kl:.4f}")
@@ -94,6 +98,18 @@ def explained(found: Explanation) -> None:
     console.print(shown)
     for fmt, why in found.refused:
         note(f"not {fmt}: {why}")
+
+
+def accumulation(found: Accumulation) -> None:
+    shown = new_table(
+        f"errors from block to block, on {found.tokens:,} tokens: KL of the model with everything up to here quantized",
+        ("up to block", "weights", "predicted", "measured", "error of its output"),
+    )
+    for row in found.rows:
+        name = "embedding and output" if row.block < 0 else str(row.block)
+        predicted = "" if row.predicted_so_far is None else f"{row.predicted_so_far:.5f}"
+        shown.add_row(name, str(row.weights), predicted, f"{row.measured_so_far:.5f}", f"{row.hidden_error:.1e}")
+    console.print(shown)
 
 
 def contest(result: Plans) -> None:

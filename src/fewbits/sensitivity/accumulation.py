@@ -10,17 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fewbits import calibration, preparation
+from fewbits import model as models
+from fewbits.artifact import Artifact
 from fewbits.blocks import Blocks
+from fewbits.calibration import Paths
+from fewbits.errors import InputError
+from fewbits.progress import silent
 from fewbits.sensitivity.streams import Stream, walk
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fewbits.artifact import Artifact
     from fewbits.model import Model, Weight
     from fewbits.progress import Progress
 
@@ -44,6 +50,23 @@ class Accumulation:
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+def error_budget(
+    model: str | Path,
+    artifact: str | Path,
+    *,
+    data: Paths = (),
+    tokens: int = 4096,
+    memory: int = calibration.MEMORY,
+    offline: bool = False,
+    progress: Progress[Any] = silent,
+) -> Accumulation:
+    """`fewbits compare MODEL --blocks ARTIFACT`."""
+    source, made = models.open(model, offline), Artifact(Path(artifact))
+    if made.provenance.sha256 != source.fingerprint:
+        raise InputError(f"`{artifact}` was not made from `{model}`", "give the model that it was made from")
+    return accumulate(source, made, preparation.held_out_windows(source, data, None, tokens), memory, progress)
 
 
 def accumulate(model: Model, artifact: Artifact, windows: Sequence[Sequence[int]], memory: int, progress: Progress[Any]) -> Accumulation:

@@ -64,6 +64,7 @@ class Sensitivity:
     containers: dict[str, Container] = field(default_factory=dict)  # by target
     factors: dict[str, Factor] = field(default_factory=dict)  # by kind of weight
     activations: dict[str, dict[str, float]] = field(default_factory=dict)  # weight -> activation -> predicted KL of rounding its input
+    kv: dict[str, float] = field(default_factory=dict)  # format of the KV cache -> KL, measured
 
     def kl(self, weight: Weight, fmt: str) -> float:
         """Predicted, and corrected by what was measured of its kind."""
@@ -98,6 +99,7 @@ def read(path: Path) -> Sensitivity:
             config=dict(found["config"]),
             containers={name: Container(**row) for name, row in found["containers"].items()},
             factors={kind: Factor(**row) for kind, row in found["factors"].items()},
+            kv={name: float(kl) for name, kl in found["kv"].items()},
             activations={name: {key: float(kl) for key, kl in row.items()} for name, row in found["activations"].items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as failure:

@@ -41,7 +41,7 @@ class Onnx(Target):
     about = "one .onnx file for ONNX Runtime: 2-, 4- and 8-bit weights run packed"
     file_name = "model.onnx"
     runtime = "onnxruntime"
-    candidates = ("int2_g32_asym", "int4_g128", "int4_g64", "int4_g32", "int4_g32_asym", "int4_g16", "int8_g32", "int8_channel", "fp16")
+    candidates = ("int2_g32_asym", "int4_g128", "int4_g64", "int4_g32", "int4_g32_asym", "int8_g32", "int8_channel", "fp16")
 
     def __init__(self, accuracy_level: int = ACCURACY_LEVEL) -> None:
         self.accuracy_level = accuracy_level
