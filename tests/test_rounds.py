@@ -108,9 +108,9 @@ def test_a_smooth_world_is_searched_to_its_edge(a: float, b: float, floor: float
 
 
 def test_a_forecast_that_holds_takes_two_rounds() -> None:
-    """The first is aimed at the limit itself and may just fail; a forecast that is right needs one correction."""
-    assert len(World(a=0.95).run(Thresholds(max_kl=0.01), first=0.01).rounds) == 1  # 0.95 of the limit: close enough
-    assert len(World(a=1.1).run(Thresholds(max_kl=0.01), first=0.01).rounds) == 2
+    """The first is aimed at 0.88 of the limit, as measured KL is mostly a little above the forecast; any other needs one correction."""
+    assert len(World(a=1.08).run(Thresholds(max_kl=0.01), first=0.01).rounds) == 1  # 0.95 of the limit: close enough
+    assert len(World(a=1.25).run(Thresholds(max_kl=0.01), first=0.01).rounds) == 2
     assert len(World(a=0.6).run(Thresholds(max_kl=0.01), first=0.01).rounds) == 2
 
 

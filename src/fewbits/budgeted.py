@@ -54,7 +54,7 @@ class Budgeted:
 
 
 def quantize(maker: Maker, path: Path, budget: Budget, options: Options, judge: Callable[[Path], Verdict] | None) -> Budgeted:
-    table = measured(maker, options)
+    table = measured(maker, options, budget.counts_container)
     if not budget.by_accuracy:
         decision = within_file(table, maker.source, maker.target, budget, options)
         made = maker.make(decision.plan, path)
@@ -63,7 +63,7 @@ def quantize(maker: Maker, path: Path, budget: Budget, options: Options, judge: 
     return _until_accurate(maker, path, budget, options, judge, table)
 
 
-def measured(maker: Maker, options: Options) -> Sensitivity:
+def measured(maker: Maker, options: Options, container: bool) -> Sensitivity:
     """The table of this model and text, from the work folder if it is there."""
     statistics = maker.statistics
     if not isinstance(statistics, Statistics):
@@ -72,7 +72,8 @@ def measured(maker: Maker, options: Options) -> Sensitivity:
     table = sensitivity.measure(
         maker.source, statistics, candidates, options.method, kept=maker.work / "sensitivity.jsonl", progress=maker.progress
     )
-    table = with_container(table, maker.source, maker.target)
+    if container:  # a dry run takes seconds where a graph is traced
+        table = with_container(table, maker.source, maker.target)
     table.save(maker.work / TABLE)
     return table
 
@@ -139,7 +140,12 @@ def _until_accurate(
     tried: list[tuple[Made, Decision]] = []
 
     def attempt(kl: float) -> Round | None:
-        decision = _decided(table, maker.target, budget, options, kl=kl)
+        try:
+            decision = _decided(table, maker.target, budget, options, kl=kl)
+        except InputError:
+            if not tried:
+                raise
+            return None  # nothing is left to try; what was found counts
         chosen = [entry.format for entry in decision.plan.entries]
         if any(chosen == [entry.format for entry in each.ready.plan.entries] for each, _ in tried):
             return None
@@ -150,7 +156,7 @@ def _until_accurate(
         tried.append((made, decision))
         return Round(decision.plan.kl or 0.0, decision.plan.nbytes, judge(file))
 
-    best_possible = allocator(table, maker.target, options.formats, options.overrides).least_kl
+    best_possible = allocator(table, maker.target, options.formats, options.overrides, together=options.together).least_kl
     found = rounds.search(deciding.predicted_kl(budget.limits), budget.limits, attempt, best_possible * 1.0001, options.rounds)
     best = found.best
     if best is None:  # honest about it: the nearest that was found, which fails

@@ -19,7 +19,8 @@ from fewbits.errors import InputError
 if TYPE_CHECKING:
     from fewbits.calibration.data import Samples
     from fewbits.calibration.statistics import WeightStatistics
-    from fewbits.model import Model
+    from fewbits.model import Model, Weight
+    from fewbits.outcomes import Known
     from fewbits.planning import Plan
     from fewbits.progress import Progress
     from fewbits.rewrites import Rewrite
@@ -114,6 +115,8 @@ def prepare(
         model = source.rewritten(found)
         known = Rescaled(statistics, found)
     if _needs_ranges(plan):
+        plan = _ranged_by_loss(plan, model, known, statistics, progress)
+    if _needs_ranges(plan):
         seen_by = statistics
         if model is not source:  # a histogram cannot be rescaled channel by channel: the rewritten model is run once more
             if text.samples is None:
@@ -158,6 +161,26 @@ def _needs_ranges(plan: Plan) -> bool:
     return any(activation.static and activation.scale is None for activation in plan.activations.values())
 
 
+def _ranged_by_loss(plan: Plan, model: Model, known: Known | None, statistics: object, progress: Progress[Any]) -> Plan:
+    """Scales for the static activations that ask for it, one for all weights that read the same tensor."""
+    from fewbits import loss_ranges
+
+    wanted = {name for name, activation in plan.activations.items() if activation.static and activation.range == loss_ranges.NAME}
+    if not wanted or known is None or not isinstance(statistics, Statistics):
+        return plan
+    by_site: dict[str, list[Weight]] = {}
+    for weight in model.weights:
+        if weight.name in wanted:
+            by_site.setdefault(statistics.site(weight.name) or weight.name, []).append(weight)
+    chosen: dict[str, Activation] = {}
+    for weights in progress(by_site.values(), len(by_site), "ranges of activations"):
+        readers = [(model.load(weight), found) for weight in weights if (found := known.of(weight.name)) is not None]
+        activation = plan.activations[weights[0].name]
+        if len(readers) == len(weights) and (best := loss_ranges.calibrated(activation, readers)):
+            chosen |= dict.fromkeys((weight.name for weight in weights), best)
+    return planning.with_activations(plan, chosen)
+
+
 def _ranged(plan: Plan, statistics: Statistics | ImportanceMatrix | None) -> Plan:
     """The same plan with every static activation's scale, estimated from the histogram of its input."""
     from fewbits import ranges
@@ -166,12 +189,14 @@ def _ranged(plan: Plan, statistics: Statistics | ImportanceMatrix | None) -> Pla
         raise InputError("static activations need the inputs' histograms", "calibrate with `--data`, or use dynamic ones")
     chosen = {}
     for name, activation in plan.activations.items():
-        if activation.static and activation.range:
+        if activation.static and activation.range and activation.scale is None:
+            method = "mse" if activation.range == "loss" else activation.range  # nothing is known of the loss
+            activation = replace(activation, range=method)
             levels = ranges.LEVELS[activation.format if activation.symmetric else f"{activation.format}_asymmetric"]
             seen = statistics.of(name).input
             if seen is None:  # calibration never reached it: scaled as it comes
                 chosen[name] = Activation(activation.format)
             else:
-                found = seen.range(activation.range, levels)
+                found = seen.range(method, levels)
                 chosen[name] = activation.calibrated(found.low, found.high)
     return planning.with_activations(plan, chosen)

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from fewbits.verification import Thresholds, Verdict
 
 ROUNDS = 5
+_FIRST = 0.88  # of the limit, before anything was measured: what is measured is mostly 1.1 to 1.2 times the forecast
 _AIM = 0.96  # of the limit: a plan aimed at the limit itself fails every second time
 _CLOSE = 0.90  # of the limit in KL: from here on a smaller file could save about 1 % of its bytes
 _NARROW = 1.12  # between the least that failed and the most that passed: nothing is left to be found
+_LEAST = 1e-3  # of a failing prediction: below that nothing is told apart
 _INNER = 0.3  # of what is left between the two, in logarithms, is kept away from each
 _STEP = 8.0  # at most, from one round to the next
 
@@ -44,7 +46,7 @@ def search(first: float, limits: Thresholds, attempt: Callable[[float], Round | 
     """`attempt` makes and verifies the smallest plan within a predicted KL; None: it was made before. `least`: what the best plan is
     predicted at: below it there is nothing to try."""
     done: list[Round] = []
-    allowed = max(first, least)
+    allowed = max(first * _FIRST, least)
     while len(done) < most:
         made = attempt(allowed)
         if made is None:
@@ -64,6 +66,8 @@ def _next(done: Sequence[Round], limits: Thresholds, least: float) -> float | No
     used = _used(last.verdict, limits)
     passing = max((each.predicted for each in done if each.passed), default=None)
     failing = min((each.predicted for each in done if not each.passed), default=None)
+    if passing is not None and failing is not None:
+        passing = max(passing, failing * _LEAST)  # a plan that keeps all in float is predicted at nothing
     if last.passed and used >= _CLOSE:
         return None
     if passing is not None and failing is not None and failing / passing < _NARROW:
@@ -86,4 +90,4 @@ def _used(verdict: Verdict, limits: Thresholds) -> float:
         shares.append(((1 - verdict.top1_agreement) / max(1 - limits.min_agreement, 1e-9)) ** 2)
     if limits.max_ppl_ratio is not None:
         shares.append(max(math.log(verdict.ppl_ratio), 0.0) / max(math.log(max(limits.max_ppl_ratio, 1.0)), 1e-9))
-    return max(shares)
+    return max(share if math.isfinite(share) else math.inf for share in shares)

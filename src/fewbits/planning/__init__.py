@@ -106,7 +106,8 @@ def _to_dict(entry: Entry) -> dict[str, object]:
     row |= {"reason": entry.reason, "shape": list(entry.shape), "bytes": entry.nbytes}
     row |= {"fallback": True} if entry.fallback else {}
     row |= {"activation": entry.activation.to_dict()} if entry.activation else {}
-    row |= {"kl": _digits(entry.kl)} if entry.kl is not None else {}
+    # what follows was said of this format: a person who changes `format` above leaves it behind
+    row |= {"kl": _digits(entry.kl), "kl_of": entry.format} if entry.kl is not None else {}
     for name, step in (("up", entry.up), ("down", entry.down)):
         row |= {name: {"format": step.format, "bytes": step.nbytes, "kl": _digits(step.kl)}} if step else {}
     return row
@@ -198,7 +199,8 @@ def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> 
         if why_not := refuses(weight, target, fmt):
             raise InputError(f"the plan gives `{weight.name}` {fmt.name}: {why_not}", "choose another format for it in the plan")
         entry = replace(priced(weight, target, fmt, row.reason, row.method), activation=row.activation)
-        edited = row.nbytes is not None and content["target"] == target.name and row.nbytes != entry.nbytes
+        other_size = row.nbytes is not None and content["target"] == target.name and row.nbytes != entry.nbytes
+        edited = other_size or (row.kl_of is not None and row.kl_of != fmt.name)
         if edited:  # what was predicted and said of the old format is not true of the new one
             entries.append(replace(entry, reason="edited in plan.json"))
         else:
@@ -216,6 +218,7 @@ class _Row(NamedTuple):
     nbytes: int | None
     activation: Activation | None
     kl: float | None
+    kl_of: str | None
     up: Step | None
     down: Step | None
 
@@ -226,7 +229,7 @@ def _row(row: Any) -> _Row:
     activation = None if row.get("activation") is None else activations.from_dict(row["activation"])
     kl = None if row.get("kl") is None else float(row["kl"])
     up, down = (_step(row.get(name)) for name in ("up", "down"))
-    return _Row(*plain, nbytes if isinstance(nbytes, int) else None, activation, kl, up, down)
+    return _Row(*plain, nbytes if isinstance(nbytes, int) else None, activation, kl, row.get("kl_of"), up, down)
 
 
 def _step(row: Any) -> Step | None:

@@ -77,8 +77,8 @@ class Allocator:
         """Of all plans of no more bytes the one of least KL."""
         found = self._fast_enough(lambda toll: solver.solve(self._options(lambda c: c.kl + toll * c.seconds, lambda c: c.nbytes), nbytes))
         if found is None:
-            least = f"{self.least_bytes / 1e6:.1f} MB, {8 * self.least_bytes / self.elements:.2f} bits per weight"
-            raise InputError(f"{nbytes / 1e6:.1f} MB are too few for the weights", f"in these formats they take at least {least}")
+            least = f"{self.least_bytes:,} bytes, {8 * self.least_bytes / self.elements:.2f} bits per weight"
+            raise InputError(f"{nbytes:,} bytes are too few for the weights", f"in these formats they take at least {least}")
         return self._plan(found, why, found.price)
 
     def within_kl(self, kl: float, why: str) -> Plan:
@@ -148,9 +148,9 @@ class Allocator:
     def frontier(self, points: int = 20) -> list[Point]:
         """Sizes at equal steps from the smallest plan to the best in rounded formats: beyond it nothing is left to gain."""
         most = sum(_best_rounded(choices).nbytes for choices in self.choices)
-        found = []
+        found, free = [], replace(self, min_speed=None)
         for step in range(points):
-            plan = self.within_bytes(self.least_bytes + (most - self.least_bytes) * step // max(1, points - 1), "")
+            plan = free.within_bytes(self.least_bytes + (most - self.least_bytes) * step // max(1, points - 1), "")
             found.append(Point(plan.nbytes, plan.bits_per_weight, plan.kl or 0.0))
         return found
 
@@ -178,7 +178,7 @@ class Allocator:
         # the next one on the way: more bytes and less damage, or fewer bytes
         up = next((c for c in choices if c.nbytes > taken.nbytes and c.kl < taken.kl), None)
         down = min((c for c in choices if c.nbytes < taken.nbytes), key=lambda c: (-c.nbytes, c.kl), default=None)
-        fixed = next((rule for rule in self.rules if rule.names(weight) and rule.how == "="), None)
+        fixed = next((rule for rule in _effective(self.rules, weight) if rule.how == "="), None)
         entry = planning.priced(
             weight, self.target, taken.format, _reason(fixed, why, step(up), step(down), price), self._method(weight, taken)
         )
@@ -278,11 +278,13 @@ def _choices(
 
 
 def _effective(rules: Sequence[Rule], weight: Weight) -> list[Rule]:
-    """The last rule of each sort that names it: `=` also ends what was said before it."""
+    """The last rule of each sort that names it. Where two contradict each other the later one counts."""
     found: dict[str, Rule] = {}
     for rule in rules:
         if rule.names(weight):
             if rule.how == "=":
                 found.clear()
+            elif (fixed := found.get("=")) and not rule.allows(weight, fixed.of(weight)):
+                del found["="]
             found[rule.how] = rule
     return list(found.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,11 @@ class Budget:
     @property
     def by_accuracy(self) -> bool:
         return self.size is None and self.fits is None
+
+    @property
+    def counts_container(self) -> bool:
+        """What lies beside the weights counts too."""
+        return self.fits is not None or (self.size is not None and isinstance(budgets.parse_size(self.size), budgets.FileBytes))
 
     @property
     def given(self) -> bool:
@@ -144,8 +149,20 @@ def decide(
         if simple is None:
             raise InputError(f"no thresholds meet {why}", "leave `--strategy` out: the solver has more choices")
         best = simple
-    counts_all = budget.fits is not None or (budget.size is not None and isinstance(budgets.parse_size(budget.size), budgets.FileBytes))
-    return Decision(best, whole, limit, simple, counts_all, kv_cache)
+    best = _with_cache(best, target, kv_cache, counted=budget.fits is not None)
+    return Decision(best, whole, limit, simple, budget.counts_container, kv_cache)
+
+
+def _with_cache(plan: Plan, target: Target, name: str | None, counted: bool) -> Plan:
+    """The plan says how the KV cache is kept, where the target can; a budget may count a cache whose type is chosen when it runs."""
+    found = kv.get(name).name if name else "float"
+    if found == "float":
+        return plan
+    if why_not := target.accepts_kv(found):
+        if counted:
+            return plan
+        raise InputError(f"{target.name} cannot say that the KV cache is {found}: {why_not}", "leave it out, or use `--to fewbits`")
+    return replace(plan, kv=found)
 
 
 def _best_cache(table: Sensitivity, decided: Callable[[str], Decision]) -> Decision:
@@ -194,7 +211,7 @@ def plan(
     from fewbits.sensitivity.table import read
 
     table = read(Path(sensitivity))
-    if Path(model).name != table.model:
+    if Path(model).exists() and Path(model).resolve().name != table.model:  # of a hub id only its snapshot has a name
         raise InputError(f"`{sensitivity}` was measured on `{table.model}`, not on `{Path(model).name}`", "measure this model first")
     budget = Budget(size, fits, context, Thresholds(max_kl, min_agreement, max_ppl_ratio))
     overrides = [override] if isinstance(override, str) else list(override)

@@ -19,7 +19,7 @@ _HIGH = 10.0  # times the threshold of medium
 
 def within_bytes(allocator: Allocator, nbytes: int, why: str) -> Plan | None:
     """None: even with 4 bits for all it is too large."""
-    return _first(allocator, lambda plan: plan.nbytes <= nbytes, why)
+    return next((plan for plan in _plans(allocator, why) if plan.nbytes <= nbytes), None)
 
 
 def within_kl(allocator: Allocator, kl: float, why: str) -> Plan | None:
@@ -28,13 +28,8 @@ def within_kl(allocator: Allocator, kl: float, why: str) -> Plan | None:
     return next((plan for plan in reversed(plans) if (plan.kl or 0.0) <= kl), None)
 
 
-def _first(allocator: Allocator, fits: object, why: str) -> Plan | None:
-    assert callable(fits)
-    return next((plan for plan in _plans(allocator, why) if fits(plan)), None)
-
-
 def _plans(allocator: Allocator, why: str) -> list[Plan]:
-    """By rising threshold, so by falling size."""
+    """By rising threshold, so by falling size; those that are fast enough."""
     levels = [[_level(choices, bits) for bits in _BITS] for choices in allocator.choices]
     sensitivity = [choices[low].kl for choices, (low, _, _) in zip(allocator.choices, levels, strict=True)]
     thresholds = sorted({0.0, *sensitivity, max(sensitivity) * 1.01})
@@ -44,7 +39,7 @@ def _plans(allocator: Allocator, why: str) -> list[Plan]:
         if chosen not in seen:
             seen.add(chosen)
             plans.append(allocator.of(chosen, f"{why}; thresholds at {threshold:.2g} and {_HIGH * threshold:.2g} KL"))
-    return plans
+    return [plan for plan in plans if allocator.min_speed is None or allocator.tokens_per_second(plan) >= allocator.min_speed]
 
 
 def _level(choices: Sequence[Choice], bits: int) -> int:

@@ -130,7 +130,8 @@ def _found(kept: Path | None, key: dict[str, Any]) -> dict[str, Row]:
             whole = number + 1
     except (ValueError, KeyError, TypeError):
         pass
-    if whole < len(lines):
+    if whole < len(lines) or (lines and not lines[-1].endswith("\n")):
+        lines = [line.rstrip("\n") + "\n" for line in lines]
         kept.write_text("".join(lines[:whole]))
     return rows
 

@@ -18,7 +18,7 @@ from fewbits import feedback
 from fewbits.activations import Activation, quantized
 from fewbits.rounding import decode, encode
 from fewbits.sensitivity.sampling import Drawn, draw
-from fewbits.sensitivity.table import Cell, Scores
+from fewbits.sensitivity.table import Cell, Scores, rounded
 
 if TYPE_CHECKING:
     from fewbits.calibration.statistics import Half, WeightStatistics
@@ -83,10 +83,10 @@ class Predictor:
     def _of(self, error: Tensor, half: Half, method: str) -> Cell:
         stats, drawn = self.statistics, self.drawn
         damage = stats.row_damage(error, half, drawn.rows)
-        return Cell(kl=drawn.total(damage), spread=drawn.spread(damage), method=method, scores=scores(error, stats, drawn))
+        return rounded(Cell(drawn.total(damage), drawn.spread(damage), method, scores(error, stats, drawn)))
 
 
-def activation_kl(w: Tensor, statistics: WeightStatistics, activation: Activation) -> float | None:
+def activation_kl(w: Tensor, statistics: WeightStatistics, activation: Activation, tokens: int = _DRAWN) -> float | None:
     """Of rounding this weight's inputs, from those that calibration kept; None: it kept none, or there is no loss to judge by."""
     seen = statistics.input
     if seen is None or statistics.sensitivity is None or statistics.gradient_square is None:
@@ -94,7 +94,8 @@ def activation_kl(w: Tensor, statistics: WeightStatistics, activation: Activatio
     by_row = statistics.output_sensitivity()
     by_row = by_row / by_row.mean().clamp(min=1e-30)
     total = 0.0
-    for place, x in enumerate((seen.firsts()[:_FIRSTS], seen.drawn()[:_DRAWN])):
+    drawn = seen.drawn()
+    for place, x in enumerate((seen.firsts()[:_FIRSTS], drawn[:: max(1, len(drawn) // tokens)])):
         if len(x):
             square = ((x - quantized(x, activation)) @ w.T).square()
             weight = float(statistics.sensitivity[:, place].sum()) / max(1, seen.tokens())

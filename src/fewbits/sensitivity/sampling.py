@@ -43,4 +43,4 @@ def draw(guess: Tensor, count: int) -> Drawn:
     along = guess.cumsum(0)
     at = (torch.arange(count, dtype=torch.float64) + 0.5) * (float(along[-1]) / count)
     found, times = torch.searchsorted(along, at).clamp(max=rows - 1).unique(return_counts=True)
-    return Drawn(found, times * (float(along[-1]) / count) / guess[found], times)
+    return Drawn(found, times.double() * (float(along[-1]) / count) / guess[found], times)

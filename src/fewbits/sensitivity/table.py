@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fewbits import formats
 from fewbits.checkpoints.folder import read_json
 from fewbits.errors import InputError
 from fewbits.files import Staged
@@ -77,8 +78,7 @@ class Sensitivity:
     def save(self, path: Path) -> None:
         head = {key: value for key, value in self.to_dict().items() if key != "rows"}
         lines = ",\n".join(
-            f"  {json.dumps(name)}: {json.dumps(_rounded({fmt: asdict(cell) for fmt, cell in row.items()}))}"
-            for name, row in self.rows.items()
+            f"  {json.dumps(name)}: {json.dumps({fmt: asdict(cell) for fmt, cell in row.items()})}" for name, row in self.rows.items()
         )
         with Staged(path) as staged:
             staged.write_text(json.dumps(head, indent=1)[:-2] + f',\n "rows": {{\n{lines}\n }}\n}}\n')
@@ -89,21 +89,49 @@ def read(path: Path) -> Sensitivity:
     try:
         if found["schema"] != SCHEMA:
             raise InputError(f"`{path}` has schema {found['schema']}, this fewbits reads schema {SCHEMA}", _HINT)
-        return Sensitivity(
-            model=str(found["model"]),
-            model_sha256=str(found["model_sha256"]),
-            runs=tuple(found["runs"]),
-            method=str(found["method"]),
-            weights=tuple(Weight(**{**row, "shape": (row["shape"][0], row["shape"][1])}) for row in found["weights"]),
-            rows={name: {fmt: cell_of(cell) for fmt, cell in row.items()} for name, row in found["rows"].items()},
-            config=dict(found["config"]),
-            containers={name: Container(**row) for name, row in found["containers"].items()},
-            factors={kind: Factor(**row) for kind, row in found["factors"].items()},
-            kv={name: float(kl) for name, kl in found["kv"].items()},
-            activations={name: {key: float(kl) for key, kl in row.items()} for name, row in found["activations"].items()},
+        return _checked(
+            Sensitivity(
+                model=str(found["model"]),
+                model_sha256=str(found["model_sha256"]),
+                runs=tuple(found["runs"]),
+                method=str(found["method"]),
+                weights=tuple(Weight(**{**row, "shape": (row["shape"][0], row["shape"][1])}) for row in found["weights"]),
+                rows={name: {fmt: cell_of(cell) for fmt, cell in row.items()} for name, row in found["rows"].items()},
+                config=dict(found["config"]),
+                containers={name: Container(**row) for name, row in found["containers"].items()},
+                factors={kind: Factor(**row) for kind, row in found["factors"].items()},
+                kv={name: float(kl) for name, kl in found["kv"].items()},
+                activations={name: {key: float(kl) for key, kl in row.items()} for name, row in found["activations"].items()},
+            )
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as failure:
         raise InputError(f"`{path}` is no table of sensitivities: {failure!r}", _HINT) from failure
+
+
+def rounded(cell: Cell) -> Cell:
+    """To five digits, of which a prediction has two: as it is made, so that a table read from a file gives the very same plan."""
+    scores = Scores(**{key: _digits(value) for key, value in vars(cell.scores).items()})
+    return Cell(_digits(cell.kl), _digits(cell.spread), cell.method, scores)
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _checked(table: Sensitivity) -> Sensitivity:
+    """What a plan relies on."""
+    names = [weight.name for weight in table.weights]
+    if len(set(names)) < len(names) or set(names) != set(table.rows):
+        raise ValueError("its weights and its rows are not the same")
+    for weight in table.weights:
+        formats.get(weight.dtype)
+        if not all(isinstance(side, int) and side > 0 for side in weight.shape):
+            raise ValueError(f"`{weight.name}` has the shape {weight.shape}")
+    if not all(isinstance(each.overhead, int) and each.overhead >= 0 for each in table.containers.values()):
+        raise ValueError("a container's overhead is a number of bytes")
+    if not all(math.isfinite(each.factor) and each.factor > 0 for each in table.factors.values()):
+        raise ValueError("a factor is finite and above 0")
+    return table
 
 
 def cell_of(row: Mapping[str, Any]) -> Cell:
@@ -120,10 +148,3 @@ def with_factors(table: Sensitivity, factors: Mapping[str, Factor]) -> Sensitivi
 def measured_formats(table: Sensitivity) -> Sequence[str]:
     """Every format that at least one weight was measured in."""
     return list(dict.fromkeys(fmt for row in table.rows.values() for fmt in row))
-
-
-def _rounded(value: Any) -> Any:
-    """Five digits: a prediction has two."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    return {key: _rounded(entry) for key, entry in value.items()} if isinstance(value, dict) else value
