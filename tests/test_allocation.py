@@ -177,6 +177,15 @@ class TestOverrides:
         assert {fmt for name, fmt in found.items() if "layers.1.mlp" in name} == {"q2_k"}
         assert {fmt for name, fmt in found.items() if "layers.3" in name} == {"q5_k"}
 
+    def test_a_later_bound_ends_a_format_that_contradicts_it(self) -> None:
+        found = self.formats_of("layers=q4_0", "layers.2>=q8_0", "layers.3<=q4_k")
+        assert all(bits(fmt) >= bits("q8_0") for name, fmt in found.items() if "layers.2" in name)
+        assert {fmt for name, fmt in found.items() if re.search(r"layers\.[013]", name)} == {"q4_0"}  # within the bound: it stays
+
+    def test_the_reason_is_the_rule_that_won(self) -> None:
+        plan = allocator(table_of(), GGUF, (), ("layers=q4_0", "layers.2=q8_0")).within_bytes(2_400_000, "")
+        assert plan[DOWN].reason == "--override layers.2=q8_0"
+
     def test_the_reason_is_the_rule(self) -> None:
         plan = allocator(table_of(), GGUF, (), ("down_proj=q8_0",)).within_bytes(2_400_000, "--size 2.4MB")
         assert plan[DOWN].reason == "--override down_proj=q8_0"
@@ -248,6 +257,15 @@ class TestSpeed:
         whole = allocator(table, GGUF, min_speed=speed)
         plan = whole.within_kl(kl, "")
         assert whole.tokens_per_second(plan) >= speed and plan.kl is not None and plan.kl <= kl * (1 + 1e-12)
+
+    def test_thresholds_and_the_frontier_with_a_speed(self) -> None:
+        """iq4_xs is smaller than q4_k and slower: the smallest plan of the frontier is not fast enough, and is shown all the same."""
+        table = table_of(8, names=("iq4_xs", "q4_k", "q8_0"))
+        speed = 0.999 * 0.73 * 30e9 / sum(GGUF.nbytes(weight, formats.get("q4_k")) for weight in WEIGHTS)
+        whole = allocator(table, GGUF, min_speed=speed)
+        assert len(whole.frontier()) == 20 and whole.frontier()[0].nbytes == whole.least_bytes
+        simple = thresholds.within_bytes(whole, 10**9, "")
+        assert simple is None or whole.tokens_per_second(simple) >= speed
 
     def test_the_fastest_possible_is_said_where_it_is_too_slow(self) -> None:
         whole = allocator(table_of(6), GGUF, min_speed=1e9)
@@ -431,6 +449,14 @@ class TestFiles:
         found = deciding.repriced(table_of(), GGUF, json.dumps(content)).plan
         assert found[DOWN].kl is None and found.kl is None and "predicted_kl" not in json.loads(found.to_json())
 
+    def test_an_edit_to_a_format_of_the_same_size_is_an_edit(self) -> None:
+        plan = allocator(table_of(), GGUF, ("q4_0", "iq4_nl", "q8_0")).within_bytes(2_200_000, "--size")
+        old = next(entry for entry in plan.entries if entry.format in ("q4_0", "iq4_nl"))
+        content = json.loads(plan.to_json())
+        content["weights"][old.weight]["format"] = {"q4_0": "iq4_nl", "iq4_nl": "q4_0"}[old.format]
+        read = planning.read(json.dumps(content), WEIGHTS, GGUF)[old.weight]
+        assert read.nbytes == old.nbytes and read.reason == "edited in plan.json" and read.kl is None and read.up is None
+
     def test_a_plan_to_price_is_no_budget(self, run: Any, tmp_path: Path) -> None:
         table_of().save(tmp_path / "t.json")
         (tmp_path / "p.json").write_text("{}")
@@ -559,6 +585,25 @@ class TestBudgets:
         with pytest.raises(InputError, match=re.escape(message)) as refused:
             make()
         assert hint in refused.value.hint
+
+    def test_a_cache_is_said_counted_or_refused(self) -> None:
+        table, own = table_of(), targets.get("fewbits")
+        assert decide(table, own, Budget(size="6bpw"), kv_cache="INT8").plan.kv == "int8"
+        assert decide(table, GGUF, Budget(fits="1GB"), kv_cache="int8").plan.kv is None  # chosen when llama.cpp runs
+        with pytest.raises(InputError, match="cannot say that the KV cache is int8"):
+            decide(table, GGUF, Budget(size="6bpw"), kv_cache="int8")
+        with pytest.raises(InputError, match="int99"):
+            decide(table, own, Budget(size="6bpw"), kv_cache="int99")
+
+    def test_the_best_cache_leaves_most_to_the_weights(self) -> None:
+        """A context so long that the float cache takes what the weights need."""
+        table = replace(table_of(), kv={"int8": 1e-5, "int4": 1e-4})
+        found = decide(table, GGUF, Budget(fits="64MB", context=16384), kv_cache="auto")
+        each = {name: decide(table, GGUF, Budget(fits="64MB", context=16384), kv_cache=name).plan.kl or 0.0 for name in ("int8", "int4")}
+        total = {name: kl + table.kv[name] for name, kl in each.items()}
+        assert found.kv == min(total, key=lambda name: total[name])
+        with pytest.raises(InputError, match="needs KV caches in the table"):
+            decide(table_of(), GGUF, Budget(fits="64MB", context=16384), kv_cache="auto")
 
     def test_a_size_beside_an_accuracy_is_the_budget(self) -> None:
         both = decide(table_of(), GGUF, Budget(size="4bpw", limits=Thresholds(max_kl=1e-6)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -192,3 +192,27 @@ def test_what_passed_and_what_failed_bound_the_next_try(a: float, b: float) -> N
     for each in found.rounds:
         assert low < each.predicted < high
         low, high = (each.predicted, high) if each.passed else (low, each.predicted)
+
+
+def judged(kl: float) -> Verdict:
+    """NaN is above every limit."""
+    found = verdict(kl, 1.0, 1.0, Thresholds(max_kl=0.01), 100)
+    return found if kl <= 0.01 else replace(found, failures=("KL",))
+
+
+def test_a_plan_that_keeps_all_in_float_may_pass() -> None:
+    """Predicted at nothing: what lies between it and one that failed is not a ratio of the two."""
+    made = iter([Round(0.01, 100, judged(0.02)), Round(0.0, 400, judged(0.0)), Round(0.005, 200, judged(0.009))])
+    found = search(0.01, Thresholds(max_kl=0.01), lambda _: next(made, None), least=0.0)
+    assert found.best == 2 and len(found.rounds) == 3
+
+
+def test_a_measurement_that_is_no_number_fails_and_the_search_goes_on() -> None:
+    asked: list[float] = []
+
+    def attempt(kl: float) -> Round:
+        asked.append(kl)
+        return Round(kl, 100, judged(math.nan if len(asked) == 1 else 0.009))
+
+    found = search(0.01, Thresholds(max_kl=0.01), attempt, least=1e-6)
+    assert found.best == 1 and all(math.isfinite(kl) and kl > 0 for kl in asked)

@@ -166,7 +166,7 @@ class TestPredicting:
                 largest += 0.5 * float(seen[i]) / tokens * float(e.abs() @ moment.abs() @ e.abs())
         found = Predictor(w, known, "rtn", weights=1 << 40).cell(formats.get(fmt))
         assert found.kl == pytest.approx(expected, abs=w.shape[1] * EPS * largest) and found.spread == 0 and found.method == "rtn"
-        assert found.scores.weight == pytest.approx(float(error.square().sum()), rel=6e-5)  # sums of squares do not cancel; five digits are kept
+        assert found.scores.weight == pytest.approx(float(error.square().sum()), rel=6e-5)  # kept with five digits
         x = known.input.second_moment().double()
         assert found.scores.output == pytest.approx(float(((error @ x) * error).sum()), rel=1e-3)
 
@@ -297,8 +297,10 @@ class TestMeasuring:
         assert self.measured(embedded_model, statistics, kept) == whole
         assert loaded == [weight.name for weight in embedded_model.weights[19:]]  # 19 rows and the settings were whole
         assert kept.read_text() == "".join(lines)
+        kept.write_text("".join(lines)[:-1])  # all but the end of the last line: it counts, and the next run starts a line of its own
         loaded.clear()
         assert self.measured(embedded_model, statistics, kept) == whole and not loaded
+        assert kept.read_text() == "".join(lines)
 
     def test_rows_of_other_settings_are_not_mixed_in(
         self, embedded_model: Model, statistics: Statistics, loaded: list[str], tmp_path: Path
