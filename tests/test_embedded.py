@@ -55,10 +55,15 @@ def test_the_demo_runs_every_file_in_its_runtime_and_passes(tmp_path) -> None:
     rows = {(r.format, r.verdict.runtime): r for r in result.rows}
     assert result.passed and not result.skipped
     assert {runtime for _, runtime in rows} == {"llama.cpp", "onnxruntime"}
-    assert {fmt for fmt, _ in rows} == {"float", "q8_0", "int8_channel", "q4_k", "int4_g32", "q3_k"}
+    planned = {"5bpw", "4.5bpw", "3.4375bpw"}
+    assert {fmt for fmt, _ in rows} == {"float", "q8_0", "int8_channel", "q4_k", "int4_g32", "q3_k"} | planned
     assert all((tmp_path / r.file).stat().st_size == r.verdict.bytes for r in result.rows)
     kl = {name: r.verdict.kl_mean for (name, runtime), r in rows.items() if runtime == "llama.cpp"}
     assert kl["float"] < kl["q8_0"] < kl["q4_k"] < kl["int4_g32"] < kl["q3_k"]
+    # for the same bytes a plan is far better than one format for all
+    assert kl["4.5bpw"] < 0.6 * kl["q4_k"] and kl["3.4375bpw"] < 0.7 * kl["q3_k"]
+    onnx = {name: r.verdict for (name, runtime), r in rows.items() if runtime == "onnxruntime"}
+    assert onnx["5bpw"].kl_mean < 0.6 * onnx["int4_g32"].kl_mean and onnx["5bpw"].bits_per_weight <= onnx["int4_g32"].bits_per_weight
 
 
 def test_a_file_that_is_not_what_it_says_fails_the_cross_check(embedded_model: model.Model, tmp_path) -> None:
