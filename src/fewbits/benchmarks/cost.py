@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from fewbits import artifact as artifacts
-from fewbits import calibration, formats, model, planning, targets
+from fewbits import budgeted, calibration, formats, model, planning, sensitivity, targets
 from fewbits.calibration.collecting import batches
 from fewbits.calibration.storing import Statistics
+from fewbits.planning.allocation import allocator
 from fewbits.progress import Progress, silent
 
 
@@ -81,8 +82,15 @@ def cost(
         timed("statistics", lambda: calibration.collect(source, drawn, folder / "plain", **plain))
         timed("statistics, Hessians and gradients", lambda: calibration.collect(source, drawn, folder / "all", progress=progress))
         statistics = Statistics(folder / "all")
-        plan = planning.uniform(source.weights, targets.get("gguf"), formats.get(format), (), method)
+        target = targets.get("gguf")
+        plan = planning.uniform(source.weights, target, formats.get(format), (), method)
         timed(f"{method}, {format}", lambda: artifacts.quantize(source, plan, folder / "artifact", progress, statistics))
+        candidates, found = budgeted.candidates_for(source, target, ()), []
+        timed(
+            f"measuring, {len(candidates)} formats",
+            lambda: found.append(sensitivity.measure(source, statistics, candidates, progress=progress)),
+        )
+        timed("planning, 20 sizes", lambda: allocator(found[0], target).frontier())
     return Cost(source.path.name, drawn.tokens, torch.get_num_threads(), tuple(steps))
 
 

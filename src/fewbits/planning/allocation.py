@@ -166,13 +166,13 @@ class Allocator:
 
     def _entry(self, weight: Weight, choices: Sequence[Choice], index: int, why: str, price: float) -> Entry:
         taken = choices[index]
-        kl, nbytes = self._kl(weight, taken.format), self.target.nbytes(weight, taken.format)
+        kl, nbytes = self.kl(weight, taken.format), self.target.nbytes(weight, taken.format)
 
         def step(choice: Choice | None) -> planning.Step | None:
             if choice is None:
                 return None
             return planning.Step(
-                choice.format.name, self.target.nbytes(weight, choice.format) - nbytes, self._kl(weight, choice.format) - kl
+                choice.format.name, self.target.nbytes(weight, choice.format) - nbytes, self.kl(weight, choice.format) - kl
             )
 
         # the next one on the way: more bytes and less damage, or fewer bytes
@@ -184,8 +184,8 @@ class Allocator:
         )
         return replace(entry, kl=kl, up=step(up), down=step(down))
 
-    def _kl(self, weight: Weight, fmt: Format) -> float:
-        return self.table.kl(weight, fmt.name) * self.scale
+    def kl(self, weight: Weight, fmt: Format) -> float:
+        return _kl(self.table, self.target, weight, fmt) * self.scale
 
     def _method(self, weight: Weight, choice: Choice) -> str:
         return "rtn" if choice.format.levels is None else self.table.method
@@ -266,7 +266,7 @@ def _choices(
         if any(name not in table.rows[weight.name] or planning.refuses(weight, target, fmt) for weight in group):
             continue
         if all(rule.allows(weight, fmt) for weight in group for rule in _effective(rules, weight)):
-            kl = math.fsum(table.kl(weight, name) for weight in group)
+            kl = math.fsum(_kl(table, target, weight, fmt) for weight in group)
             sizes = [target.nbytes(weight, fmt) for weight in group]
             time = math.fsum(speeds.seconds(weight, fmt, size, bandwidth) for weight, size in zip(group, sizes, strict=True))
             possible.append(Choice(fmt, kl, sum(sizes), time))
@@ -275,6 +275,11 @@ def _choices(
         known = ", ".join(name for name in table.rows[first.name] if planning.refuses(first, target, formats.get(name)) is None)
         raise InputError(f"`{first.name}` has no format left under {asked}", f"measured, and possible in {target.name}: {known}")
     return tuple(sorted(possible, key=lambda choice: (choice.nbytes, choice.kl)))
+
+
+def _kl(table: Sensitivity, target: Target, weight: Weight, fmt: Format) -> float:
+    """Of the weight's own rounding, and of what the target's runtime does to its input because of it."""
+    return table.kl(weight, fmt.name) + table.runtime_kl(weight, target.activation_block(weight, fmt))
 
 
 def _effective(rules: Sequence[Rule], weight: Weight) -> list[Rule]:

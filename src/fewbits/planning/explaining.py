@@ -49,7 +49,7 @@ def explain(decision: Decision, name: str) -> Explanation:
     kl = entry.kl or 0.0
     alternatives = []
     for choice in choices:
-        own = whole.table.kl(weight, choice.format.name) * whole.scale
+        own = whole.kl(weight, choice.format)
         nbytes = whole.target.nbytes(weight, choice.format)
         chosen = choice.format.name == entry.format
         alternatives.append(Alternative(choice.format.name, nbytes, own, nbytes - entry.nbytes, own - kl, chosen))

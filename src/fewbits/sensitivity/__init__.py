@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fewbits.errors import InputError
 from fewbits.progress import silent
-from fewbits.sensitivity.table import Cell, Container, Factor, Scores, Sensitivity, cell_of, read
+from fewbits.sensitivity.table import Cell, Container, Factor, Scores, Sensitivity, cell_of, read, runtime_block
 
 if TYPE_CHECKING:
     from fewbits.calibration.storing import Statistics
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Cell", "Container", "Factor", "Scores", "Sensitivity", "measure", "read"]
 
 ACTIVATIONS = ("int8", "fp8")  # as `--activations` takes them; one scale per token
+BLOCKS = (32, 64, 128, 256)  # columns that a runtime gives one scale when it rounds the inputs of a quantized matmul by itself
 
 
 class Row(NamedTuple):
@@ -96,7 +97,7 @@ def _measured(
 
 def _row(model: Model, statistics: Statistics, weight: Weight, wanted: Sequence[Format], method: str) -> Row:
     from fewbits import activations, formats
-    from fewbits.sensitivity.predicting import Predictor, activation_kl
+    from fewbits.sensitivity.predicting import Predictor, activation_kl, runtime_kl
 
     own, known = formats.get(weight.dtype), statistics.of(weight.name)
     possible = [fmt for fmt in dict.fromkeys((*wanted, own)) if fmt.fits(weight.shape) is None]
@@ -110,6 +111,7 @@ def _row(model: Model, statistics: Statistics, weight: Weight, wanted: Sequence[
     w = model.load(weight)
     inputs = ((name, activations.parse(name)) for name in ACTIVATIONS)
     rounded = {name: activation_kl(w, known, activation) for name, activation in inputs if activation}
+    rounded |= {runtime_block(block): runtime_kl(w, known, block) for block in BLOCKS if w.shape[1] % block == 0}
     return Row(dict(Predictor(w, known, method).cells(possible)), {name: kl for name, kl in rounded.items() if kl is not None})
 
 

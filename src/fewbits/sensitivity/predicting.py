@@ -8,7 +8,7 @@ fitted to it looks better than it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +18,15 @@ from fewbits import feedback
 from fewbits.activations import Activation, quantized
 from fewbits.rounding import decode, encode
 from fewbits.sensitivity.sampling import Drawn, draw
-from fewbits.sensitivity.table import Cell, Scores, rounded
+from fewbits.sensitivity.table import Cell, Scores
+from fewbits.sensitivity.table import rounded as in_few_digits
 
 if TYPE_CHECKING:
     from fewbits.calibration.statistics import Half, WeightStatistics
     from fewbits.formats import Format
 
 ENOUGH = 1 << 16  # weights of which the errors are computed
-_FIRSTS, _DRAWN = 32, 512  # inputs whose rounding is tried, at position 0 and after it
+_FIRSTS, _DRAWN, _FEW = 32, 512, 128  # inputs whose rounding is tried, at position 0 and after it
 DAMPING = 0.03  # of a trial: what the search for the best amount mostly finds
 
 
@@ -83,11 +84,26 @@ class Predictor:
     def _of(self, error: Tensor, half: Half, method: str) -> Cell:
         stats, drawn = self.statistics, self.drawn
         damage = stats.row_damage(error, half, drawn.rows)
-        return rounded(Cell(drawn.total(damage), drawn.spread(damage), method, scores(error, stats, drawn)))
+        return in_few_digits(Cell(drawn.total(damage), drawn.spread(damage), method, scores(error, stats, drawn)))
 
 
 def activation_kl(w: Tensor, statistics: WeightStatistics, activation: Activation, tokens: int = _DRAWN) -> float | None:
     """Of rounding this weight's inputs, from those that calibration kept; None: it kept none, or there is no loss to judge by."""
+    return _inputs_kl(w, statistics, lambda x: quantized(x, activation), tokens)
+
+
+def runtime_kl(w: Tensor, statistics: WeightStatistics, block: int) -> float | None:
+    """Of what a runtime does to the inputs of a quantized matmul: 8 bits, a scale for every so many columns."""
+    return _inputs_kl(w, statistics, lambda x: _in_blocks(x, block), _FEW)
+
+
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    parts: Tensor = x.unflatten(1, (-1, block))
+    step = (parts.abs().amax(2, keepdim=True) / 127).clamp(min=1e-30)
+    return ((parts / step).round() * step).flatten(1)
+
+
+def _inputs_kl(w: Tensor, statistics: WeightStatistics, rounded: Callable[[Tensor], Tensor], tokens: int) -> float | None:
     seen = statistics.input
     if seen is None or statistics.sensitivity is None or statistics.gradient_square is None:
         return None
@@ -97,7 +113,7 @@ def activation_kl(w: Tensor, statistics: WeightStatistics, activation: Activatio
     drawn = seen.drawn()
     for place, x in enumerate((seen.firsts()[:_FIRSTS], drawn[:: max(1, len(drawn) // tokens)])):
         if len(x):
-            square = ((x - quantized(x, activation)) @ w.T).square()
+            square = ((x - rounded(x)) @ w.T).square()
             weight = float(statistics.sensitivity[:, place].sum()) / max(1, seen.tokens())
             total += 0.5 * weight * float((square @ by_row).double().mean())
     return total

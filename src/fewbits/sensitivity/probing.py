@@ -116,7 +116,7 @@ def compare_scores(table: Sensitivity, probes: Sequence[Probe], target: str = "g
     for name in (*Scores.__dataclass_fields__, "kl"):
         own = [_score(table.rows[probe.weight][probe.format], name) for probe in probes]
         by_score = allocator(_scored(table, name), targets.get(target)).within_bytes(size, "")
-        kl = math.fsum(table.kl(weight, by_score[weight.name].format) for weight in table.weights)
+        kl = math.fsum(whole.kl(weight, formats.get(by_score[weight.name].format)) for weight in table.weights)
         wasted = 8 * (by_score.nbytes - whole.within_kl(kl, "").nbytes) / whole.elements
         rows.append(Score(name, _rank_correlation(own, measured), wasted))
     return rows
@@ -135,4 +135,4 @@ def _score(cell: Cell, name: str) -> float:
 def _scored(table: Sensitivity, name: str) -> Sensitivity:
     """The same table with another measure in place of predicted KL."""
     rows = {weight: {fmt: replace(cell, kl=_score(cell, name)) for fmt, cell in row.items()} for weight, row in table.rows.items()}
-    return replace(table, rows=rows, factors={})
+    return replace(table, rows=rows, factors={}, activations={} if name != "kl" else table.activations)

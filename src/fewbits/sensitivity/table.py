@@ -16,6 +16,7 @@ from fewbits.files import Staged
 from fewbits.model import Weight
 
 SCHEMA = 1
+_BLOCK = "block"
 _HINT = "make it anew with `fewbits measure`"
 
 
@@ -72,6 +73,16 @@ class Sensitivity:
         factor = self.factors.get(weight.kind)
         return self.rows[weight.name][fmt].kl * (factor.factor if factor else 1.0)
 
+    def runtime_kl(self, weight: Weight, block: int | None) -> float:
+        """Of the 8 bits to which a runtime rounds this weight's input, with a scale for every `block` columns; None: it does not. Where
+        that block was not measured, the next smaller one."""
+        known = self.activations.get(weight.name, {})
+        if block is None or not known:
+            return 0.0
+        measured = [int(name.removeprefix(_BLOCK)) for name in known if name.startswith(_BLOCK)]
+        largest = max((size for size in measured if size <= block), default=None)
+        return 0.0 if largest is None else known[runtime_block(largest)]
+
     def to_dict(self) -> dict[str, object]:
         return {"schema": SCHEMA, **asdict(self)}
 
@@ -106,6 +117,11 @@ def read(path: Path) -> Sensitivity:
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as failure:
         raise InputError(f"`{path}` is no table of sensitivities: {failure!r}", _HINT) from failure
+
+
+def runtime_block(columns: int) -> str:
+    """The name of an activation in blocks of so many columns."""
+    return f"{_BLOCK}{columns}"
 
 
 def rounded(cell: Cell) -> Cell:
