@@ -119,7 +119,7 @@ def test_names_are_parsed_and_others_refused() -> None:
     assert parse("none") is None
     assert parse("INT8") == Activation("int8")
     assert parse("fp8") == Activation("fp8_e4m3")
-    assert parse("fp8:static") == Activation("fp8_e4m3", static=True, range="loss")
+    assert parse("fp8:static") == Activation("fp8_e4m3", static=True, range="mse")
     for known in activations.KNOWN[1:]:
         parsed = parse(known)
         assert parsed and parsed.name == known

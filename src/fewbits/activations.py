@@ -97,14 +97,14 @@ def _stored(scale: float) -> float:
 
 
 def parse(text: str) -> Activation | None:
-    """`none`, `int8`, `fp8:static`: as the command line takes it. Static ones get the range of least predicted KL, or, where nothing is
-    known of the loss, of least squared error."""
+    """`none`, `int8`, `fp8:static`: as the command line takes it. Static ones get the range of least squared error unless told; after
+    SmoothQuant the whole range, which is what its factors were chosen for."""
     name, colon, how = text.lower().partition(":")
     if name == "none" and not colon:
         return None
     if name not in _NAMES or (colon and how != "static"):
         raise InputError(f"no activations are named `{text}`", f"known activations: {', '.join(KNOWN)}")
-    return Activation(_NAMES[name], static=True, range="loss") if colon else Activation(_NAMES[name])
+    return Activation(_NAMES[name], static=True, range="mse") if colon else Activation(_NAMES[name])
 
 
 def from_dict(row: Any) -> Activation:

@@ -19,8 +19,7 @@ from fewbits.errors import InputError
 if TYPE_CHECKING:
     from fewbits.calibration.data import Samples
     from fewbits.calibration.statistics import WeightStatistics
-    from fewbits.model import Model, Weight
-    from fewbits.outcomes import Known
+    from fewbits.model import Model
     from fewbits.planning import Plan
     from fewbits.progress import Progress
     from fewbits.rewrites import Rewrite
@@ -115,16 +114,17 @@ def prepare(
         model = source.rewritten(found)
         known = Rescaled(statistics, found)
     if _needs_ranges(plan):
-        plan = _ranged_by_loss(plan, model, known, statistics, progress)
-    if _needs_ranges(plan):
-        seen_by = statistics
-        if model is not source:  # a histogram cannot be rescaled channel by channel: the rewritten model is run once more
+        if name == "smoothquant" and isinstance(known, Rescaled):
+            plan = _whole_ranges(plan, known)
+        elif model is not source:  # a histogram cannot be rescaled channel by channel: the rewritten model is run once more
             if text.samples is None:
                 raise InputError("static activations after a rewrite need text to run", "give `--data` instead of `--stats`")
             seen_by = calibration.collect(
                 model, text.samples, work / "ranges", hessians=False, gradients=False, memory=memory, progress=progress
             )
-        plan = _ranged(plan, seen_by)
+            plan = _ranged(plan, seen_by)
+        else:
+            plan = _ranged(plan, statistics)
     return Prepared(model, plan, known, seen, tuple(asdict(row) for row in rows))
 
 
@@ -161,23 +161,16 @@ def _needs_ranges(plan: Plan) -> bool:
     return any(activation.static and activation.scale is None for activation in plan.activations.values())
 
 
-def _ranged_by_loss(plan: Plan, model: Model, known: Known | None, statistics: object, progress: Progress[Any]) -> Plan:
-    """Scales for the static activations that ask for it, one for all weights that read the same tensor."""
-    from fewbits import loss_ranges
-
-    wanted = {name for name, activation in plan.activations.items() if activation.static and activation.range == loss_ranges.NAME}
-    if not wanted or known is None or not isinstance(statistics, Statistics):
-        return plan
-    by_site: dict[str, list[Weight]] = {}
-    for weight in model.weights:
-        if weight.name in wanted:
-            by_site.setdefault(statistics.site(weight.name) or weight.name, []).append(weight)
-    chosen: dict[str, Activation] = {}
-    for weights in progress(by_site.values(), len(by_site), "ranges of activations"):
-        readers = [(model.load(weight), found) for weight in weights if (found := known.of(weight.name)) is not None]
-        activation = plan.activations[weights[0].name]
-        if len(readers) == len(weights) and (best := loss_ranges.calibrated(activation, readers)):
-            chosen |= dict.fromkeys((weight.name for weight in weights), best)
+def _whole_ranges(plan: Plan, known: Rescaled) -> Plan:
+    """From the least to the greatest value of every input: SmoothQuant chose its factors for scales that clip nothing."""
+    chosen = {}
+    for name, activation in plan.activations.items():
+        if activation.static and activation.scale is None:
+            seen = known.of(name).input
+            if seen is None:  # calibration never reached it: scaled as it comes
+                chosen[name] = Activation(activation.format)
+            else:
+                chosen[name] = replace(activation, range="minmax").calibrated(float(seen.low.min()), float(seen.high.max()))
     return planning.with_activations(plan, chosen)
 
 
@@ -189,14 +182,12 @@ def _ranged(plan: Plan, statistics: Statistics | ImportanceMatrix | None) -> Pla
         raise InputError("static activations need the inputs' histograms", "calibrate with `--data`, or use dynamic ones")
     chosen = {}
     for name, activation in plan.activations.items():
-        if activation.static and activation.range and activation.scale is None:
-            method = "mse" if activation.range == "loss" else activation.range  # nothing is known of the loss
-            activation = replace(activation, range=method)
+        if activation.static and activation.range:
             levels = ranges.LEVELS[activation.format if activation.symmetric else f"{activation.format}_asymmetric"]
             seen = statistics.of(name).input
             if seen is None:  # calibration never reached it: scaled as it comes
                 chosen[name] = Activation(activation.format)
             else:
-                found = seen.range(method, levels)
+                found = seen.range(activation.range, levels)
                 chosen[name] = activation.calibrated(found.low, found.high)
     return planning.with_activations(plan, chosen)

@@ -94,7 +94,9 @@ class Plan:
         weights = {entry.weight: _to_dict(entry) for entry in self.entries}
         bits = round(self.bits_per_weight, 4)
         head: dict[str, object] = {"schema": SCHEMA, "target": self.target, "bytes": self.nbytes, "bits_per_weight": bits}
-        head |= {"predicted_kl": _digits(self.kl)} if self.kl is not None else {}
+        # of the entries as they are written, so that a plan that was read says the same
+        written = [_digits(entry.kl) for entry in self.entries if entry.kl is not None]
+        head |= {"predicted_kl": _digits(math.fsum(written))} if self.kl is not None else {}
         head |= {"kv": self.kv} if self.kv else {}
         rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in weights.items())
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())

@@ -42,27 +42,22 @@ def descend(fold: Fold, start: Tensor, readers: list[Reader], groups: list[Tenso
         inputs = [group.clone() for group in groups]
         some = [Reader(reader.w[::n].abs(), reader.cost[:, ::n] * n) for reader in readers for n in [max(1, reader.w.numel() // _ENOUGH)]]
         largest = None if static is None else static.clone()
-        clip = torch.zeros((), requires_grad=True)  # logarithm of where the one scale ends, against the largest value; learnt with the rest
-        optimizer = torch.optim.Adam([channel, clip], lr=_RATE, betas=(0.9, 0.95))
+        optimizer = torch.optim.Adam([channel], lr=_RATE, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
         for _ in range(_STEPS):
             optimizer.zero_grad()
-            _expected(channel[fold.source].exp(), some, inputs, column_cost, largest, clip.clamp(max=0)).log().backward()
+            _expected(channel[fold.source].exp(), some, inputs, column_cost, largest).log().backward()
             optimizer.step()
             schedule.step()
         return channel.detach()[fold.source].exp()
 
 
-def _expected(
-    factors: Tensor, readers: list[Reader], groups: list[Tensor], column_cost: Tensor, static: Tensor | None, clip: Tensor
-) -> Tensor:
+def _expected(factors: Tensor, readers: list[Reader], groups: list[Tensor], column_cost: Tensor, static: Tensor | None) -> Tensor:
     of_weights = [reader.cost @ ((reader.w * factors).amax(1) / _LARGEST_CODE).square() for reader in readers]  # (groups,) each
     total = torch.zeros(())
     for x, costs, weight_noise in zip(groups, column_cost, torch.stack(of_weights).sum(0), strict=True):
         x = x / factors
-        peak = x.abs().amax(1, keepdim=True) if static is None else (static / factors).max() * clip.exp()
+        peak = x.abs().amax(1, keepdim=True) if static is None else (static / factors).max()
         lost = torch.minimum(x.square(), (peak / _LARGEST_CODE).square() * _NOISE)
-        if static is not None:
-            lost = lost + (x.abs() - peak).clamp(min=0).square()
         total = total + (lost @ (costs * factors.square())).mean() + _NOISE * weight_noise * x.square().sum(1).mean()
     return total

@@ -8,7 +8,7 @@ some weights is most of all and for others nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Activations = Literal["token", "tensor"]  # one scale per token, found as it runs; or one for all, from calibration
 
 ALPHAS = tuple(step / 20 for step in range(6, 21))  # 0.3 to 1: static scales often want 0.9 and more
-CLIPS = tuple(2.0**-step for step in range(7))  # of the largest value: where one scale for all tokens may end
 _FIRSTS = 16  # of one half: they are much alike
 _DRAWN = 256  # of one half: more cost time and change little
 _LARGEST_CODE = 127
@@ -45,19 +44,15 @@ def search(
     seen = statistics[fold.consumers[0]].input  # the consumers read one tensor
     assert seen is not None, "an embedding consumes no channels"
     largest_w = torch.stack([weights[name].abs().amax(0) for name in fold.consumers]).amax(0)
-    # channels that only the first token drives may be left alone: every token has its own scale, or one scale clips them
-    sizes = (seen.absmax, seen.drawn(0).abs().amax(0))
+    # channels that only the first token drives may be left alone where every token has its own scale
+    sizes = (seen.absmax, seen.drawn(0).abs().amax(0)) if activations == "token" else (seen.absmax,)
     static = seen.absmax if activations == "tensor" else None
 
     def factors(alpha: float, size: Tensor) -> Tensor:
         return foldable(fold, _positive(size) ** alpha / _positive(largest_w) ** (1 - alpha))
 
     def damage(columns: Tensor, half: Literal[0, 1]) -> float:
-        """With one scale for all tokens: the best one, whatever it clips."""
-        largest = None if static is None else float((static / columns).max())
-        peaks = [None] if largest is None else [largest * clip for clip in CLIPS]
-        each = [_damages(statistics[name], weights[name], columns, formats[name], peaks, half) for name in fold.consumers]
-        return min(map(sum, zip(*each, strict=True)))
+        return sum(_damage(statistics[name], weights[name], columns, formats[name], static, half) for name in fold.consumers)
 
     def refined(start: Tensor, half: Half) -> Tensor:
         readers = [_reader(statistics[name], weights[name], half) for name in fold.consumers]
@@ -96,23 +91,20 @@ def _row_weights(stats: WeightStatistics, half: Half) -> Tensor | None:
     return by_row / by_row.mean().clamp(min=1e-30)
 
 
-def _damages(
-    stats: WeightStatistics, w: Tensor, columns: Tensor, fmt: Format, peaks: Sequence[float | None], half: Literal[0, 1]
-) -> list[float]:
-    """For each of these scales; None: one per token. In predicted KL where gradients are known: every token's error by its weight in the
-    loss, position 0 by its own. Without them, relative to the token's output, as the norm that reads it next sees it."""
+def _damage(stats: WeightStatistics, w: Tensor, columns: Tensor, fmt: Format, static: Tensor | None, half: Literal[0, 1]) -> float:
+    """In predicted KL where gradients are known: every token's error by its weight in the loss, position 0 by its own. Without them,
+    relative to the token's output, as the norm that reads it next sees it."""
     scaled_w, by_row = w * columns, _row_weights(stats, half)
     rounded_w = kernels.decode(fmt, rtn.quantize(scaled_w, fmt, how="max"), (w.shape[0], w.shape[1]))
-    totals = [0.0] * len(peaks)
+    total = 0.0
     for x, weight in _tokens(stats, half):
         y = x @ w.T
-        for index, peak in enumerate(peaks):
-            square = (_rounded(x / columns, peak) @ rounded_w.T - y).square()
-            if by_row is None:
-                totals[index] += weight * float((square.sum(1) / y.square().sum(1).clamp(min=1e-30)).mean())
-            else:
-                totals[index] += 0.5 * weight * float((square @ by_row).double().mean())
-    return totals
+        square = (_rounded(x / columns, None if static is None else static / columns) @ rounded_w.T - y).square()
+        if by_row is None:
+            total += weight * float((square.sum(1) / y.square().sum(1).clamp(min=1e-30)).mean())
+        else:
+            total += 0.5 * weight * float((square @ by_row).double().mean())
+    return total
 
 
 def _reader(stats: WeightStatistics, w: Tensor, half: Half) -> Reader:
@@ -124,10 +116,10 @@ def _reader(stats: WeightStatistics, w: Tensor, half: Half) -> Reader:
     return Reader(w, torch.stack(costs))
 
 
-def _rounded(x: Tensor, peak: float | None) -> Tensor:
-    """To 8 bits: a scale for each token, or this one for all."""
-    largest = x.abs().amax(1, keepdim=True) if peak is None else torch.tensor(peak)
-    step = (largest / _LARGEST_CODE).clamp(min=1e-30)
+def _rounded(x: Tensor, largest: Tensor | None) -> Tensor:
+    """To 8 bits: a scale for each token, or one for all from these sizes of the channels."""
+    peak = x.abs().amax(1, keepdim=True) if largest is None else largest.max()
+    step = (peak / _LARGEST_CODE).clamp(min=1e-30)
     return (x / step).round().clamp(-_LARGEST_CODE, _LARGEST_CODE) * step
 
 

@@ -117,7 +117,7 @@ def compare_scores(table: Sensitivity, probes: Sequence[Probe], target: str = "g
         own = [_score(table.rows[probe.weight][probe.format], name) for probe in probes]
         by_score = allocator(_scored(table, name), targets.get(target)).within_bytes(size, "")
         kl = math.fsum(whole.kl(weight, formats.get(by_score[weight.name].format)) for weight in table.weights)
-        wasted = 8 * (by_score.nbytes - whole.within_kl(kl, "").nbytes) / whole.elements
+        wasted = 8 * (by_score.nbytes - whole.within_kl(kl * (1 + 1e-9), "").nbytes) / whole.elements
         rows.append(Score(name, _rank_correlation(own, measured), wasted))
     return rows
 
