@@ -237,6 +237,8 @@ class TestRefusing:
         ("options", "message"),
         [
             (("--size", "50kB"), "leave nothing for the weights"),
+            (("--size", "5bpw", "--kv", "auto"), "needs measured caches"),
+            (("--size", "5bpw", "--memory", "much"), "`--memory much` is not a number of bytes"),
             (("--size", "1.2MB", "--formats", "q4_0"), "too few for the weights"),
             (("--size", "2MB", "--formats", "q3_s6"), "none of q3_s6 fits"),
             (("--size", "3MB", "--formats", "q4_0", "--min-speed", 1e9), "not reachable"),

@@ -72,10 +72,9 @@ def lengths_of(text: str) -> list[int]:
 
 
 def bytes_of(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    if not found:
-        raise InputError(f"`--memory {text}` is not a size", "for example 500MB or 2GB")
-    return int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " "))
+    from fewbits.hardware import parse_memory
+
+    return parse_memory(text, "--memory")
 
 
 def show_json(value: object) -> None:

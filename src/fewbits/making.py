@@ -61,7 +61,7 @@ class Maker:
                 work=self.work,
                 progress=self.progress,
             )
-            stream = self._stream(ready, earlier)
+            stream = self._stream(ready, None if self.tune else earlier)  # tuned scales are not what a method gives
             artifact = artifacts.write(ready.model, ready.plan, self.work / ("untuned" if self.tune else name), stream)
             if self.tune:
                 artifact = artifacts.write(ready.model, ready.plan, self.work / name, self._tuned(ready, artifact))

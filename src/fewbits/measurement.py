@@ -25,18 +25,19 @@ TOKENS = 4096  # run for each probe: the same tokens for the float model, so tha
 class Measured:
     table: Sensitivity
     path: Path
+    target: str
     probes: tuple[Probe, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         from fewbits.sensitivity import probing
 
-        correlation = probing.log_correlation(self.probes) if len(self.probes) > 2 else None
+        enough = len(self.probes) > 2
         return {
             "file": str(self.path),
             **self.table.to_dict(),
             "probes": [asdict(probe) for probe in self.probes],
-            "probe_log_correlation": correlation,
-            "scores": [asdict(score) for score in probing.compare_scores(self.table, self.probes)] if len(self.probes) > 2 else [],
+            "probe_log_correlation": probing.log_correlation(self.probes) if enough else None,
+            "scores": [asdict(score) for score in probing.compare_scores(self.table, self.probes, self.target)] if enough else [],
         }
 
 
@@ -82,4 +83,4 @@ def measure(
     table = budgeted.with_container(table, source, target)
     table.save(path)
     kept.unlink(missing_ok=True)
-    return Measured(table, path, tuple(found))
+    return Measured(table, path, target.name, tuple(found))

@@ -131,6 +131,8 @@ def quantize(
     made = None if planned else make_plan(source, target, format, plan, overrides, method, activations, kv)
     if made is None:
         _check_plannable(source, target, rewrite, activations, method, no_verify and budget.by_accuracy)
+        if kv == "auto":
+            raise InputError("`--kv auto` needs measured caches", "use `fewbits measure --kv int8,int4`, then `fewbits plan --kv auto`")
     needs = made is None or preparation.needs_calibration(made, rewrite)
     text = preparation.split(
         source, data, held_out, samples if sequential or tune > 0 or (stats is None and needs) else 0, length, seed, tokens

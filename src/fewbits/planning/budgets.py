@@ -71,7 +71,7 @@ def tensor_bytes(size: Size, weights: int, rest: int, container: int, recipe_byt
             left = nbytes - rest - container
             if left <= 0:
                 raise InputError(
-                    f"{nbytes:,} bytes leave nothing for the weights: what is kept beside them takes {rest:,}, the container {container:,}",
+                    f"{nbytes:,} bytes leave nothing for the weights: what lies beside them in the file takes {rest + container:,}",
                     "raise `--size`",
                 )
             return left

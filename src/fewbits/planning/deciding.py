@@ -79,6 +79,7 @@ class Decision:
     simple: Plan | None = None  # what thresholds would give for the same budget; None: nothing within it
     whole_file: bool = False  # the budget counts the container too
     kv: str | None = None  # format of the KV cache that the budget was counted with
+    edited: bool = False  # a person's plan, priced anew: no budget was given
 
     def frontier(self) -> list[Point]:
         return self.allocator.frontier()
@@ -126,6 +127,7 @@ def decide(
                 kv_cache=name,
                 overhead=overhead,
                 scale=scale,
+                kl=kl,
                 together=together,
                 bandwidth=bandwidth,
                 min_speed=min_speed,
@@ -241,7 +243,7 @@ def plan(
 
 def repriced(table: Sensitivity, target: Target, text: str) -> Decision:
     whole = allocator(table, target)
-    return Decision(whole.repriced(planning.read(text, table.weights, target)), whole, None)
+    return Decision(whole.repriced(planning.read(text, table.weights, target)), whole, None, edited=True)
 
 
 def predicted_kl(limits: Thresholds) -> float:

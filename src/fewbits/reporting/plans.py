@@ -41,7 +41,7 @@ def measured(result: Measured) -> None:
         for kind, factor in found.factors.items():
             console.print(f"  {kind}: measured {factor.factor:.2f} x predicted (spread {factor.spread:.2f}, {factor.weights} measured)")
         compared = new_table("measures of damage", ("measure", "rank correlation", "bits per weight wasted"))
-        for score in probing.compare_scores(found, result.probes):
+        for score in probing.compare_scores(found, result.probes, result.target):
             compared.add_row(score.name, f"{score.rank_correlation:.3f}", f"{score.bits_wasted:.3f}")
         console.print(compared)
     console.print(f"wrote {result.path}")
@@ -56,7 +56,7 @@ def decided(decision: Decision) -> None:
     if decision.kv:
         own = decision.allocator.table.kv.get(decision.kv)
         console.print(f"KV cache in {decision.kv}" + (f", which costs a KL of {own:.1e} more" if own else ""))
-    if decision.limit is None and decision.simple is None and plan.kl:
+    if decision.edited and plan.kl:
         best = decision.allocator.within_bytes(plan.nbytes, "")
         console.print(f"the best plan of this size: predicted KL {best.kl:.4f}")
     if decision.simple is not None and decision.simple is not plan and decision.simple.kl and plan.kl:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +155,3 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
     if not all(math.isfinite(value) and value >= 0 for value in numbers.values()):
         raise ValueError(f"a predicted KL is finite and not below 0, this is {row['kl']}")
     return Cell(**numbers, method=str(row["method"]), scores=Scores(**{key: float(value) for key, value in row["scores"].items()}))
-
-
-def with_factors(table: Sensitivity, factors: Mapping[str, Factor]) -> Sensitivity:
-    return replace(table, factors=dict(factors))
-
-
-def measured_formats(table: Sensitivity) -> Sequence[str]:
-    """Every format that at least one weight was measured in."""
-    return list(dict.fromkeys(fmt for row in table.rows.values() for fmt in row))
