@@ -14,16 +14,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fewbits
-from fewbits import budgeted, embedded, pipeline, planning, sensitivity, targets
+from fewbits import budgeted, embedded, formats, pipeline, planning, sensitivity, targets
 from fewbits import model as models
 from fewbits.artifact import Artifact
-from fewbits.budgeted import Options
 from fewbits.calibration.storing import Statistics
 from fewbits.drafting import Draft
 from fewbits.hardware import parse_memory
 from fewbits.inspection import tensor_bytes
 from fewbits.model import Model
-from fewbits.planning.deciding import Budget
+from fewbits.planning import wishes
+from fewbits.planning.deciding import Budget, decide
+from fewbits.planning.wishes import Wishes
 from fewbits.rounds import ROUNDS
 from fewbits.sensitivity import Sensitivity
 
@@ -133,13 +134,22 @@ class TestSize:
     @pytest.mark.parametrize("size", ["1.7MB", "1737001", "1.75MiB", "2.2MB", "3MB", "9MB"])
     def test_no_size_is_exceeded_by_the_dry_run(self, size: str, table: Sensitivity, embedded_model: Model) -> None:
         target = targets.get("gguf")
-        found = budgeted.within_file(table, embedded_model, target, Budget(size=size), Options())
+        found = budgeted.within_file(table, embedded_model, target, Budget(size=size), wishes.NONE)
         assert found.plan.nbytes + target.overhead(Draft(embedded_model, found.plan)) <= parse_memory(size)
+
+    def test_a_long_rule_does_not_break_the_size(self, table: Sensitivity, embedded_model: Model) -> None:
+        """The plan is in the file, and each weight's reason in the plan: what `fewbits plan` counts is the dry run of another plan."""
+        target, fmt = targets.get("gguf"), formats.get("q4_k")
+        rule = f"{'|'.join(weight.name for weight in embedded_model.weights)}=q4_k"
+        exactly = table.containers["gguf"].overhead + sum(target.nbytes(weight, fmt) for weight in embedded_model.weights)
+        plan = decide(table, target, Budget(size=str(exactly)), Wishes(overrides=(rule,))).plan
+        assert plan.nbytes + target.overhead(Draft(embedded_model, plan)) <= exactly
+        assert all(entry.reason.startswith("--override model.embed_tokens|") for entry in plan.entries)
 
     def test_a_container_larger_than_was_thought_is_made_room_for(self, table: Sensitivity, embedded_model: Model) -> None:
         target = targets.get("gguf")
         wrong = replace(table, containers={"gguf": sensitivity.Container(10)})
-        found = budgeted.within_file(wrong, embedded_model, target, Budget(size="2MB"), Options())
+        found = budgeted.within_file(wrong, embedded_model, target, Budget(size="2MB"), wishes.NONE)
         assert found.plan.nbytes + target.overhead(Draft(embedded_model, found.plan)) <= 2_000_000
 
     def test_three_commands_make_the_same_file_as_one(self, run: Any, stats: Path, tmp_path: Path) -> None:
@@ -222,9 +232,23 @@ class TestRefusing:
             (("--size", "2MB", "--activations", "int8"), "`--activations` goes with `--format`"),
             (("--max-kl", 0.01, "--no-verify"), "cannot be met without measuring it"),
             (("--max-kl", -1), "no threshold"),
+            (("--max-ppl-ratio", 0.99), "less perplexity than the float model's"),
             (("--size", "2MB", "--method", "magic"), "no method is named"),
             (("--size", "2"), "no unit"),
             (("--size", "q9_k_m"), "no recipe"),
+            (("--size", "2MB", "--strategy", "magic"), "no strategy is named"),
+            (("--size", "2MB", "--formats", "q4_0,q99"), "no format is named `q99`"),
+            (("--size", "2MB", "--together", "("), "not a regular expression"),
+            (("--size", "2MB", "--together", "self_atn"), "matches no weight"),
+            (("--size", "2MB", "--override", "down_prj=q4_0"), "matches no weight"),
+            (("--size", "2MB", "--kv", "int99"), "no KV cache format"),
+            (("--size", "2MB", "--kv", "int8"), "cannot say that the KV cache is int8"),
+            (("--format", "q4_0", "--formats", "q4_0"), "`--formats` goes with a budget"),
+            (("--format", "q4_0", "--together", "self_attn"), "`--together` goes with a budget"),
+            (("--format", "q4_0", "--min-speed", 1), "`--min-speed` goes with a budget"),
+            (("--plan", "plan.json", "--strategy", "threshold"), "`--strategy` goes with a budget"),
+            (("--plan", "plan.json", "--kv", "int8"), "`--kv` does not go with `--plan`"),
+            (("--plan", "plan.json", "--activations", "int8"), "`--activations` does not go with `--plan`"),
         ],
     )
     def test_contradictions_end_before_any_work(self, options: tuple[object, ...], message: str, run: Any, tmp_path: Path) -> None:
@@ -242,8 +266,6 @@ class TestRefusing:
             (("--size", "1.2MB", "--formats", "q4_0"), "too few for the weights"),
             (("--size", "2MB", "--formats", "q3_s6"), "none of q3_s6 fits"),
             (("--size", "3MB", "--formats", "q4_0", "--min-speed", 1e9), "not reachable"),
-            (("--size", "2MB", "--formats", "q4_0", "--strategy", "magic"), "no strategy is named"),
-            (("--size", "2MB", "--formats", "q4_0", "--override", "nothing=q4_0"), "matches no weight"),
         ],
     )
     def test_what_cannot_be_planned_is_said(self, options: tuple[object, ...], message: str, run: Any, stats: Path, tmp_path: Path) -> None:

@@ -96,27 +96,25 @@ def test_bytes_are_exact_and_never_more_than_was_said(number: Decimal, unit: str
 @given(st.integers(1, 3200), st.integers(1, 10**12))
 def test_bits_per_weight_are_used_up_to_the_byte_and_not_exceeded(hundredths: int, weights: int) -> None:
     size = parse_size(f"{hundredths // 100}.{hundredths % 100:02}bpw")
-    nbytes = tensor_bytes(size, weights, rest=123, container=456, recipe_bytes=never_asked)
+    nbytes = tensor_bytes(size, weights, container=456, recipe_bytes=never_asked)
     assert 800 * nbytes <= hundredths * weights < 800 * (nbytes + 1)  # in integers: hundredths of a bit
 
 
 def test_bits_that_make_whole_bytes_lose_none() -> None:
     """4.1 is no binary fraction: as a float it would come out a byte short or over for some of these."""
     for weights in range(80, 80_000, 80):
-        assert tensor_bytes(parse_size("4.1bpw"), weights, 0, 0, never_asked) == weights // 80 * 41
+        assert tensor_bytes(parse_size("4.1bpw"), weights, 0, never_asked) == weights // 80 * 41
 
 
-@given(st.integers(1000, 10**12), st.integers(0, 10**9), st.integers(0, 10**9))
-def test_a_file_of_so_many_bytes_holds_the_weights_the_rest_and_the_container(nbytes: int, rest: int, container: int) -> None:
-    if nbytes <= rest + container:
+@given(st.integers(1000, 10**12), st.integers(0, 10**9))
+def test_a_file_of_so_many_bytes_holds_the_weights_and_the_container(nbytes: int, container: int) -> None:
+    if nbytes <= container:
         with pytest.raises(InputError, match="leave nothing for the weights"):
-            tensor_bytes(FileBytes(nbytes), 10, rest, container, never_asked)
+            tensor_bytes(FileBytes(nbytes), 10, container, never_asked)
     else:
-        assert tensor_bytes(FileBytes(nbytes), 10, rest, container, never_asked) + rest + container == nbytes
+        assert tensor_bytes(FileBytes(nbytes), 10, container, never_asked) + container == nbytes
 
 
 def test_a_recipe_is_priced_by_who_knows_the_model() -> None:
     prices = {"q4_k_m": 103_527_936}
-    assert (
-        tensor_bytes(parse_size("Q4_K_M"), 134_479_872, rest=140_544, container=2_000_000, recipe_bytes=prices.__getitem__) == 103_527_936
-    )
+    assert tensor_bytes(parse_size("Q4_K_M"), 134_479_872, container=2_140_544, recipe_bytes=prices.__getitem__) == 103_527_936

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from fewbits import artifact, calibration, embedded, formats, kernels, methods, model, preparation, sensitivity, targets, texts
 from fewbits.calibration.storing import Statistics
@@ -25,7 +23,6 @@ from fewbits.planning.allocation import allocator
 from fewbits.progress import silent
 from fewbits.sensitivity import Sensitivity, accumulation, probing
 from fewbits.sensitivity.predicting import Predictor
-from fewbits.sensitivity.sampling import draw
 from fewbits.sensitivity.streams import Stream, walk
 from fewbits.verification import Measured
 
@@ -96,48 +93,6 @@ def close(kl: float, other: float) -> bool:
     """As far as float32 can tell. Twice KL is the variance of the logits' change, so the root of KL moves by no more than the rounding
     noise of a logit: 4 blocks of some 8 products, each summed over up to 768 terms in another order (sqrt(768) eps), logits up to 20."""
     return abs(math.sqrt(max(kl, 0.0)) - math.sqrt(max(other, 0.0))) <= 20 * EPS * math.sqrt(768 * 4 * 8)
-
-
-class TestDrawing:
-    def test_all_rows_give_the_sum_itself(self) -> None:
-        values = torch.rand(50, dtype=torch.float64)
-        for count in (50, 51, 1000):
-            drawn = draw(torch.rand(50), count)
-            assert drawn.rows.tolist() == list(range(50))
-            assert drawn.total(values) == pytest.approx(float(values.sum()), rel=1e-12) and drawn.spread(values) == 0
-
-    def test_a_perfect_guess_needs_few_rows(self) -> None:
-        guess = torch.exp(2 * torch.randn(3000, generator=torch.Generator().manual_seed(0))) + 1e-3
-        drawn = draw(guess, 8)
-        # every guess is raised by a thousandth of their mean: of the total that is a thousandth, and less of each large row
-        assert drawn.total(guess[drawn.rows]) == pytest.approx(float(guess.sum()), rel=2e-3) and drawn.spread(guess[drawn.rows]) < 2e-3
-
-    def test_few_of_heavy_tailed_rows_stand_for_all(self) -> None:
-        """Guesses over four orders of magnitude, each wrong by a factor of about 1.6: draws by them spread by sqrt(e^.25 - 1) / sqrt(n)."""
-        count, seeds, wrong = 64, 300, 0.5
-        expected = math.sqrt(math.exp(wrong**2) - 1) / math.sqrt(count)
-        errors, spreads = [], []
-        for seed in range(seeds):
-            made = torch.Generator().manual_seed(seed)
-            guess = torch.exp(2 * torch.randn(2000, generator=made))
-            true = guess * torch.exp(wrong * torch.randn(2000, generator=made))
-            drawn = draw(guess, count)
-            assert int(drawn.times.sum()) == count and len(drawn.rows) <= count
-            errors.append(drawn.total(true[drawn.rows]) / float(true.double().sum()) - 1)
-            spreads.append(drawn.spread(true[drawn.rows]))
-        # four standard errors: of a mean over so many seeds, and of a root mean square (one part in sqrt(2 n))
-        assert abs(np.mean(errors)) < 4 * expected / math.sqrt(seeds)
-        assert np.sqrt(np.mean(np.square(errors))) < expected * (1 + 4 / math.sqrt(2 * seeds))
-        # what it says of its own error is neither boast nor excuse; a row so large that it is drawn several times is known exactly
-        assert 0.7 * np.mean(spreads) < np.sqrt(np.mean(np.square(errors))) < 1.2 * np.mean(spreads)
-
-    def test_a_row_that_is_guessed_at_nothing_still_counts(self) -> None:
-        guess = torch.zeros(3000)
-        guess[:10] = 1.0  # each of the others is drawn by a thousandth of the mean: together as often as one of 1,000
-        drawn = draw(guess, 2000)
-        assert drawn.rows.max() >= 10
-        # of a sum that is all theirs, two draws of 2,000 speak: known to a factor of two
-        assert 0.5 * 2990 < drawn.total((drawn.rows >= 10).double()) < 2 * 2990
 
 
 class TestPredicting:
@@ -241,6 +196,11 @@ class TestProbing:
         made_up = [probing.Probe("w", "mlp", "q4_0", 1.0, 2.0), probing.Probe("v", "mlp", "q4_0", 1.0, 0.0)]
         assert probing.factors(made_up)["mlp"].factor == pytest.approx(2.0)  # what measured nothing has no logarithm
 
+    @pytest.mark.parametrize("number", [0, 1, 2])
+    def test_a_few_probes_correlate_with_nothing(self, number: int, table: Sensitivity, probes: list[probing.Probe]) -> None:
+        assert math.isnan(probing.log_correlation(probes[:number]))
+        assert all(math.isnan(score.rank_correlation) for score in probing.compare_scores(table, probes[:number]))
+
     def test_less_knowledge_wastes_bits(self, table: Sensitivity, probes: list[probing.Probe]) -> None:
         scores = {score.name: score for score in probing.compare_scores(table, probes)}
         assert set(scores) == {"weight", "output", "gradient", "diagonal", "kl"}
@@ -323,6 +283,18 @@ class TestMeasuring:
         finally:
             torch.set_num_threads(before)
 
+    def test_a_method_is_spelt_in_any_case(self, table: Sensitivity, embedded_model: Model, statistics: Statistics) -> None:
+        found = sensitivity.measure(embedded_model, statistics, [formats.get("q3_k")], "RTN")
+        assert found.method == "rtn" and all(row["q3_k"] == table.rows[name]["q3_k"] for name, row in found.rows.items())
+
+    @pytest.mark.parametrize("wrong", [("--kv", "int99"), ("--probes", 2, "--held-out", "missing.txt")])
+    def test_what_is_wrong_is_said_before_anything_is_measured(
+        self, wrong: tuple[object, ...], run: Any, statistics: Statistics, tmp_path: Path
+    ) -> None:
+        words = ("measure", embedded.MODEL, "--stats", statistics.folder, "-o", tmp_path / "t.json", "--formats", "q8_0", "--method", "rtn")
+        code, _, err = run(*words, *wrong)
+        assert code == 2 and "hint:" in err and not list(tmp_path.iterdir())
+
     def test_threads_change_nothing(self, embedded_model: Model, statistics: Statistics, tmp_path: Path) -> None:
         found = []
         for count in (1, 2):
@@ -396,32 +368,3 @@ class TestAccumulating:
         assert code == 0, err
         told = json.loads(out)
         assert told["tokens"] == 511 and [row["block"] for row in told["rows"]] == [-1, 0, 1, 2, 3]
-
-
-def test_an_expert_that_no_token_chose_does_no_harm(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-        num_experts_per_tok=2, vocab_size=2048, max_position_embeddings=128, bos_token_id=0, eos_token_id=1, initializer_range=0.1,
-    )  # fmt: skip
-    theirs = MixtralForCausalLM(config)
-    with torch.no_grad():
-        theirs.model.layers[0].post_attention_layernorm.weight.zero_()
-    theirs.save_pretrained(tmp_path / "mixtral")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(embedded.MODEL / name, tmp_path / "mixtral" / name)
-    source = model.open(tmp_path / "mixtral")
-    found = calibration.collect(source, calibration.draw(source, (), 4, 32, 0), tmp_path / "stats")
-    reached = {weight.name: found.of(weight.name).input is not None for weight in source.weights}
-    never = [weight for weight in source.weights if weight.expert is not None and not reached[weight.name]]
-    assert len(never) == 4  # all inputs of the first router are zero, all its logits equal: the same two experts for every token
-    wanted = [formats.get(name) for name in ("int4_g32", "int8_g32")]
-    table = sensitivity.measure(source, found, wanted, "rtn")
-    for weight in never:
-        assert {fmt: cell.kl for fmt, cell in table.rows[weight.name].items()} == {"int4_g32": 0, "int8_g32": 0, "fp32": 0}
-    chosen = [weight for weight in source.weights if weight.expert is not None and "layers.1" in weight.name and reached[weight.name]]
-    assert chosen and all(table.rows[weight.name]["int4_g32"].kl > table.rows[weight.name]["int8_g32"].kl > 0 for weight in chosen)
-    whole = allocator(table, targets.get("fewbits"))
-    plan = whole.within_bytes(2 * whole.least_bytes, "")
-    for stack in {weight.together for weight in never}:  # in a file they are one tensor
-        assert len({plan[weight.name].format for weight in source.weights if weight.together == stack}) == 1

@@ -13,7 +13,7 @@ from fewbits.calibration.storing import Statistics
 from fewbits.drafting import Draft
 from fewbits.errors import InputError
 from fewbits.files import Staged
-from fewbits.planning import deciding, speeds
+from fewbits.planning import deciding
 from fewbits.planning.allocation import allocator
 from fewbits.rounds import Round
 from fewbits.sensitivity import Container
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fewbits.making import Made, Maker
     from fewbits.model import Model
     from fewbits.planning.deciding import Budget, Decision
+    from fewbits.planning.wishes import Wishes
     from fewbits.sensitivity import Sensitivity
     from fewbits.targets import Target
     from fewbits.verification import Verdict
@@ -33,19 +34,6 @@ _TRIES = 8
 
 
 @dataclass(frozen=True)
-class Options:
-    formats: tuple[str, ...] = ()  # to choose from; none: all that the target carries and that pay
-    overrides: tuple[str, ...] = ()
-    strategy: str = "solve"
-    kv: str | None = None
-    method: str = "auto"
-    rounds: int = rounds.ROUNDS
-    together: tuple[str, ...] = ()
-    bandwidth: float = speeds.BANDWIDTH
-    min_speed: float | None = None
-
-
-@dataclass(frozen=True)
 class Budgeted:
     made: Made
     verdict: Verdict | None
@@ -53,24 +41,34 @@ class Budgeted:
     rounds: tuple[Round, ...] = ()
 
 
-def quantize(maker: Maker, path: Path, budget: Budget, options: Options, judge: Callable[[Path], Verdict] | None) -> Budgeted:
-    table = measured(maker, options, budget.counts_container)
+def quantize(
+    maker: Maker,
+    path: Path,
+    budget: Budget,
+    wished: Wishes,
+    judge: Callable[[Path], Verdict] | None,
+    *,
+    method: str = "auto",
+    most_rounds: int = rounds.ROUNDS,
+) -> Budgeted:
+    table = measured(maker, wished, method, budget.counts_container)
     if not budget.by_accuracy:
-        decision = within_file(table, maker.source, maker.target, budget, options)
+        decision = within_file(table, maker.source, maker.target, budget, wished)
         made = maker.make(decision.plan, path)
         return Budgeted(made, judge(path) if judge else None, decision)
     assert judge is not None, "an accuracy is measured"
-    return _until_accurate(maker, path, budget, options, judge, table)
+    return _until_accurate(maker, path, budget, wished, judge, table, most_rounds)
 
 
-def measured(maker: Maker, options: Options, container: bool) -> Sensitivity:
+def measured(maker: Maker, wished: Wishes, method: str, container: bool) -> Sensitivity:
     """The table of this model and text, from the work folder if it is there."""
+    wished.rules_for(maker.source.weights)  # what cannot be is refused before anything is calibrated
+    candidates = candidates_for(maker.source, maker.target, wished.formats, wished.overrides)
     statistics = maker.statistics
     if not isinstance(statistics, Statistics):
         raise InputError("planning needs statistics with gradients", "give `--data`, or `--stats` with a folder of `fewbits calibrate`")
-    candidates = candidates_for(maker.source, maker.target, options.formats, options.overrides)
     table = sensitivity.measure(
-        maker.source, statistics, candidates, options.method, kept=maker.work / "sensitivity.jsonl", progress=maker.progress
+        maker.source, statistics, candidates, method, kept=maker.work / "sensitivity.jsonl", progress=maker.progress
     )
     if container:  # a dry run takes seconds where a graph is traced
         table = with_container(table, maker.source, maker.target)
@@ -86,9 +84,8 @@ def candidates_for(source: Model, target: Target, names: tuple[str, ...], overri
     wanted += [rule.format for rule in rules.parse_all(overrides, source.weights) if rule.format]
     usable = [fmt for fmt in dict.fromkeys(wanted) if any(planning.refuses(weight, target, fmt) is None for weight in source.weights)]
     if not usable:
-        raise InputError(
-            f"none of {', '.join(names)} fits a weight of this model in {target.name}", "`fewbits formats` lists what each holds"
-        )
+        tried = ", ".join(fmt.name for fmt in wanted)
+        raise InputError(f"none of {tried} fits a weight of this model in {target.name}", "`fewbits formats` lists what each holds")
     return usable
 
 
@@ -100,11 +97,11 @@ def with_container(table: Sensitivity, source: Model, target: Target) -> Sensiti
     return replace(table, containers=table.containers | {target.name: Container(overhead)})
 
 
-def within_file(table: Sensitivity, source: Model, target: Target, budget: Budget, options: Options) -> Decision:
+def within_file(table: Sensitivity, source: Model, target: Target, budget: Budget, wished: Wishes) -> Decision:
     """A plan whose file, by its own dry run, is within the budget to the byte."""
     overhead: int | None = None
     for _ in range(_TRIES):
-        decision = _decided(table, target, budget, options, overhead=overhead)
+        decision = deciding.decide(table, target, budget, wished, overhead=overhead)
         if not decision.whole_file:
             return decision
         known = table.containers[target.name].overhead if overhead is None else overhead
@@ -115,33 +112,14 @@ def within_file(table: Sensitivity, source: Model, target: Target, budget: Budge
     raise InputError(f"no plan of this size was found for {target.name}", "raise the size a little")
 
 
-def _decided(
-    table: Sensitivity, target: Target, budget: Budget, options: Options, *, overhead: int | None = None, kl: float | None = None
-) -> Decision:
-    return deciding.decide(
-        table,
-        target,
-        budget,
-        formats=options.formats,
-        overrides=options.overrides,
-        strategy=options.strategy,
-        kv_cache=options.kv,
-        overhead=overhead,
-        kl=kl,
-        together=options.together,
-        bandwidth=options.bandwidth,
-        min_speed=options.min_speed,
-    )
-
-
 def _until_accurate(
-    maker: Maker, path: Path, budget: Budget, options: Options, judge: Callable[[Path], Verdict], table: Sensitivity
+    maker: Maker, path: Path, budget: Budget, wished: Wishes, judge: Callable[[Path], Verdict], table: Sensitivity, most_rounds: int
 ) -> Budgeted:
     tried: list[tuple[Made, Decision]] = []
 
     def attempt(kl: float) -> Round | None:
         try:
-            decision = _decided(table, maker.target, budget, options, kl=kl)
+            decision = deciding.decide(table, maker.target, budget, wished, kl=kl)
         except InputError:
             if not tried:
                 raise
@@ -156,8 +134,8 @@ def _until_accurate(
         tried.append((made, decision))
         return Round(decision.plan.kl or 0.0, decision.plan.nbytes, judge(file))
 
-    best_possible = allocator(table, maker.target, options.formats, options.overrides, together=options.together).least_kl
-    found = rounds.search(deciding.predicted_kl(budget.limits), budget.limits, attempt, best_possible * 1.0001, options.rounds)
+    best_possible = allocator(table, maker.target, wished).least_kl
+    found = rounds.search(deciding.predicted_kl(budget.limits), budget.limits, attempt, best_possible * 1.0001, most_rounds)
     best = found.best
     if best is None:  # honest about it: the nearest that was found, which fails
         best = min(range(len(found.rounds)), key=lambda i: found.rounds[i].verdict.kl_mean)

@@ -154,8 +154,9 @@ def quantize(
         terminal.outcomes(result.outcomes)
         if result.coverage:
             terminal.warnings(result.coverage.warnings)
-        if result.rounds:
-            plans.rounds(result.rounds, bool(result.verdict and result.verdict.passed))
+        if result.rounds and result.decision:
+            least = min(point.kl for point in result.decision.frontier())
+            plans.rounds(result.rounds, bool(result.verdict and result.verdict.passed), least)
         if result.verdict:
             terminal.verdict(result.verdict)
         terminal.console.print(f"wrote {result.path} ({terminal.size(size_of(result.path))}); artifact and plan.json in {result.artifact}/")

@@ -94,11 +94,13 @@ def plan(
     from fewbits.reporting import plans, terminal
 
     found = run(
-        model, sensitivity, out, to=to, size=size, fits=fits, context=context, max_kl=max_kl, min_agreement=min_agreement,
+        model, sensitivity, to=to, size=size, fits=fits, context=context, max_kl=max_kl, min_agreement=min_agreement,
         max_ppl_ratio=max_ppl_ratio, formats=names_of(formats), override=override or (), together=together or (),
         min_speed=min_speed, bandwidth=parse_bandwidth(bandwidth), strategy=strategy, kv=kv, edited=edited,
     )  # fmt: skip
-    reasons = [explained(found, name) for name in explain or ()]
+    reasons = [explained(found, name) for name in explain or ()]  # before anything is written: a name may be wrong
+    if out:
+        found.save(out)
     if as_json:
         show_json(found.to_dict() | {"explained": [each.to_dict() for each in reasons]})
     elif not quiet:

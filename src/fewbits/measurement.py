@@ -62,18 +62,21 @@ def measure(
     probes: so many weights are also measured directly, each in three formats, on `held_out` text; what the prediction misses on average
     corrects the other weights of their kind. kv: formats of the KV cache, measured directly on the same text.
     """
+    from fewbits import kv as caches
     from fewbits import kv_cache, methods
     from fewbits.sensitivity import probing
 
     path, target = Path(out), targets.get(to)
     methods.get(method)
+    for name in kv:
+        caches.get(name)
     source = models.open(model, offline)
     statistics = Statistics(Path(stats))
     candidates = budgeted.candidates_for(source, target, tuple(formats))
+    windows = preparation.held_out_windows(source, held_out, None, tokens) if probes or kv else []
     kept = path.with_name(f"{path.name}.partial")
     table = sensitivity.measure(source, statistics, candidates, method, kept=kept, progress=progress)
     found: list[Probe] = []
-    windows = preparation.held_out_windows(source, held_out, None, tokens) if probes or kv else []
     if kv:
         rows = kv_cache.measure(source, list(kv), [min(map(len, windows))], windows, progress)
         table = replace(table, kv={row.format: row.kl for row in rows})

@@ -16,7 +16,6 @@ from fewbits import budgeted, calibration, formats, methods, planning, preparati
 from fewbits import model as models
 from fewbits import rounds as loop
 from fewbits.artifact import Artifact
-from fewbits.budgeted import Options
 from fewbits.calibration import Paths
 from fewbits.calibration.coverage import Coverage
 from fewbits.checkpoints.folder import read_text
@@ -24,8 +23,9 @@ from fewbits.errors import InputError
 from fewbits.files import Staged, to_json
 from fewbits.inspection import tensor_bytes
 from fewbits.making import Maker
-from fewbits.planning import speeds
+from fewbits.planning import deciding, speeds
 from fewbits.planning.deciding import Budget
+from fewbits.planning.wishes import Wishes, listed
 from fewbits.progress import silent
 from fewbits.verification import Thresholds, Verdict
 
@@ -84,8 +84,8 @@ def quantize(
     fits: str | None = None,
     context: int | None = None,
     override: str | Sequence[str] = (),
-    formats: Sequence[str] = (),
-    together: Sequence[str] = (),
+    formats: str | Sequence[str] = (),
+    together: str | Sequence[str] = (),
     min_speed: float | None = None,
     bandwidth: float = speeds.BANDWIDTH,
     strategy: str = "solve",
@@ -117,22 +117,27 @@ def quantize(
     calibrate with; what is judged on is `held_out`, or a part of `data` that calibration does not see, or the embedded text.
     """
     target, limits = target_for(Path(out), to), Thresholds(max_kl, min_agreement, max_ppl_ratio)
-    path, overrides = output_path(Path(out), target), [override] if isinstance(override, str) else list(override)
-    budget = Budget(size, fits, context, limits)
+    path, budget = output_path(Path(out), target), Budget(size, fits, context, limits)
+    wished = Wishes(listed(formats), listed(override), listed(together), strategy, kv, min_speed, bandwidth)
     fixed = [given for given in (format, plan, size, fits) if given is not None]
     if len(fixed) > 1 or not (fixed or budget.given):
         raise InputError(
             "give one budget", "--size 4.5bpw, --fits 8GB, --max-kl 0.01, --format NAME for one format for all, or --plan FILE"
         )
     planned = format is None and plan is None
+    if not planned:
+        _check_nothing_ignored(wished, plan is not None, activations)
     source = models.open(model, offline)
     if path.exists() and path.samefile(source.path):
         raise InputError(f"`{path}` is the model itself", "choose another `-o`")
-    made = None if planned else make_plan(source, target, format, plan, overrides, method, activations, kv)
+    made = None if planned else make_plan(source, target, format, plan, wished.overrides, method, activations, kv)
     if made is None:
         _check_plannable(source, target, rewrite, activations, method, no_verify and budget.by_accuracy)
         if kv == "auto":
             raise InputError("`--kv auto` needs measured caches", "use `fewbits measure --kv int8,int4`, then `fewbits plan --kv auto`")
+        deciding.says_cache(target, budget, kv)
+        if budget.by_accuracy:
+            deciding.predicted_kl(limits)
     needs = made is None or preparation.needs_calibration(made, rewrite)
     text = preparation.split(
         source, data, held_out, samples if sequential or tune > 0 or (stats is None and needs) else 0, length, seed, tokens
@@ -148,12 +153,22 @@ def quantize(
     if made is not None:
         result = Quantized.of(maker.make(made, path), None if no_verify else judged(path))
     else:
-        options = Options(tuple(formats), tuple(overrides), strategy, kv, method, rounds, tuple(together), bandwidth, min_speed)
-        found = budgeted.quantize(maker, path, budget, options, None if no_verify else judged)
+        found = budgeted.quantize(maker, path, budget, wished, None if no_verify else judged, method=method, most_rounds=rounds)
         result = Quantized.of(found.made, found.verdict, found.decision, found.rounds)
     with Staged(work / "results.json") as staged:
         staged.write_text(to_json(result.to_dict()))
     return result
+
+
+def _check_nothing_ignored(wished: Wishes, by_plan: bool, activations: str) -> None:
+    """What only a budget leaves to choose, and what a plan.json says itself, is refused rather than left out in silence."""
+    chosen = {"--formats": wished.formats, "--together": wished.together, "--min-speed": wished.min_speed is not None}
+    chosen["--strategy"] = wished.strategy != "solve"
+    if name := next((name for name, given in chosen.items() if given), None):
+        raise InputError(f"`{name}` goes with a budget", "give `--size`, `--fits` or an accuracy instead of a format or a plan")
+    said = {"--kv": wished.kv is not None, "--activations": activations != "none"}
+    if by_plan and (name := next((name for name, given in said.items() if given), None)):
+        raise InputError(f"`{name}` does not go with `--plan`", "the plan says it itself: edit plan.json instead")
 
 
 def _check_plannable(source: Model, target: Target, rewrite: str, activations: str, method: str, blind: bool) -> None:

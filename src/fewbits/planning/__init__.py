@@ -4,6 +4,9 @@ budgets.py      what a size means in bytes            recipes.py     llama.cpp's
 solver.py       the best choice under one limit       rules.py       what the user fixed, by name
 allocation.py   table of sensitivities + budget -> plan and frontier
 thresholds.py   the simple way to the same, to compare with
+wishes.py       what a person wants of a plan beside its budget
+deciding.py     budget and wishes in, plan out             explaining.py  why a weight got its format
+speeds.py       how fast a plan would generate
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fewbits import activations, formats, kv, targets
+from fewbits import activations, formats, kv, methods, targets
 from fewbits.errors import InputError
 from fewbits.planning import rules
 
@@ -197,6 +200,8 @@ def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> 
         if weight.name not in chosen:
             raise InputError(f"the plan leaves out `{weight.name}`", 'every weight needs a row; use "format": "fp16" to keep one in float')
         row = chosen[weight.name]
+        if row.method.lower() not in methods.all():  # by name: `methods.get` would load torch
+            raise InputError(f"the plan gives `{weight.name}` the method `{row.method}`", f"known methods: {', '.join(methods.all())}")
         fmt = formats.get(weight.dtype if row.format.lower() == "keep" else row.format)
         if why_not := refuses(weight, target, fmt):
             raise InputError(f"the plan gives `{weight.name}` {fmt.name}: {why_not}", "choose another format for it in the plan")
@@ -229,13 +234,19 @@ def _row(row: Any) -> _Row:
     nbytes = row.get("bytes")
     plain = (str(row["format"]), str(row.get("method", "rtn")), str(row.get("reason", "")), bool(row.get("fallback", False)))
     activation = None if row.get("activation") is None else activations.from_dict(row["activation"])
-    kl = None if row.get("kl") is None else float(row["kl"])
+    kl = None if row.get("kl") is None else _finite(row["kl"])
     up, down = (_step(row.get(name)) for name in ("up", "down"))
     return _Row(*plain, nbytes if isinstance(nbytes, int) else None, activation, kl, row.get("kl_of"), up, down)
 
 
 def _step(row: Any) -> Step | None:
-    return None if row is None else Step(str(row["format"]), int(row["bytes"]), float(row["kl"]))
+    return None if row is None else Step(str(row["format"]), int(row["bytes"]), _finite(row["kl"]))
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(found := float(value)):
+        raise ValueError(f"a KL of {value} is not finite")
+    return found
 
 
 def takes_activation(weight: Weight, entry: Entry) -> bool:

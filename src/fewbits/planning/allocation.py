@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from fewbits import formats, planning
 from fewbits.errors import InputError
-from fewbits.planning import rules as rule_book
-from fewbits.planning import solver, speeds
+from fewbits.planning import solver, speeds, wishes
 from fewbits.planning.solver import Option
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from fewbits.planning import Entry, Plan
     from fewbits.planning.rules import Rule
     from fewbits.planning.solver import Solution
+    from fewbits.planning.wishes import Wishes
     from fewbits.sensitivity.table import Sensitivity
     from fewbits.targets import Target
 
@@ -57,7 +57,6 @@ class Allocator:
     groups: tuple[tuple[Weight, ...], ...]
     choices: tuple[tuple[Choice, ...], ...]  # of each group, by rising size
     rules: tuple[Rule, ...] = ()
-    scale: float = 1.0  # measured over predicted KL of whole plans, as verification taught
     bandwidth: float = speeds.BANDWIDTH
     min_speed: float | None = None  # tokens per second that a plan must be predicted to reach
 
@@ -71,21 +70,21 @@ class Allocator:
 
     @property
     def least_kl(self) -> float:
-        return math.fsum(min(choice.kl for choice in choices) for choices in self.choices) * self.scale
+        return math.fsum(min(choice.kl for choice in choices) for choices in self.choices)
 
     def within_bytes(self, nbytes: int, why: str) -> Plan:
         """Of all plans of no more bytes the one of least KL."""
         found = self._fast_enough(lambda toll: solver.solve(self._options(lambda c: c.kl + toll * c.seconds, lambda c: c.nbytes), nbytes))
         if found is None:
             least = f"{self.least_bytes:,} bytes, {8 * self.least_bytes / self.elements:.2f} bits per weight"
-            raise InputError(f"{nbytes:,} bytes are too few for the weights", f"in these formats they take at least {least}")
+            left = f"the {nbytes:,} bytes that `{why}` leaves them" if why else f"{nbytes:,} bytes"
+            hint = f"in these formats they take at least {least}: {self.least_bytes - nbytes:,} bytes more"
+            raise InputError(f"{left} are too few for the weights", hint)
         return self._plan(found, why, found.price)
 
     def within_kl(self, kl: float, why: str) -> Plan:
         """Of all plans of no more predicted KL the smallest."""
-        found = self._fast_enough(
-            lambda toll: solver.solve(self._options(lambda c: c.nbytes + toll * c.seconds, lambda c: c.kl), kl / self.scale)
-        )
+        found = self._fast_enough(lambda toll: solver.solve(self._options(lambda c: c.nbytes + toll * c.seconds, lambda c: c.kl), kl))
         if found is None:
             raise InputError(f"a KL of {kl:g} is not reachable: the best plan is predicted at {self.least_kl:.2g}", "allow better formats")
         return self._plan(found, why, 1 / found.price if found.price else 0.0)
@@ -133,17 +132,23 @@ class Allocator:
         return math.fsum(choices[index].seconds for choices, index in zip(self.choices, found.chosen, strict=True))
 
     def repriced(self, plan: Plan) -> Plan:
-        """The same formats, with what the table says of them; None of a format that was not measured."""
+        """The same formats, with what the table says of them; None of a format that was not measured, or not by this method."""
         found: dict[str, Entry] = {}
         for group, choices in zip(self.groups, self.choices, strict=True):
             by_format = {choice.format.name: index for index, choice in enumerate(choices)}
             for weight in group:
                 entry = plan[weight.name]
                 index = by_format.get(entry.format)
-                own = None if index is None else self._entry(weight, choices, index, "", 0.0)
+                own = self._entry(weight, choices, index, "", 0.0) if index is not None and self._measured(entry) else None
                 known = (own.kl, own.up, own.down) if own else (None, None, None)
                 found[weight.name] = replace(entry, kl=known[0], up=known[1], down=known[2])
         return replace(plan, entries=tuple(found[weight.name] for weight in self.table.weights))
+
+    def _measured(self, entry: Entry) -> bool:
+        """By the method that the entry names; codes of a cast are not chosen."""
+        if formats.get(entry.format).levels is None:
+            return True
+        return entry.method.lower() in (self.table.method, self.table.rows[entry.weight][entry.format].method)
 
     def frontier(self, points: int = 20) -> list[Point]:
         """Sizes at equal steps from the smallest plan to the best in rounded formats: beyond it nothing is left to gain."""
@@ -185,7 +190,7 @@ class Allocator:
         return replace(entry, kl=kl, up=step(up), down=step(down))
 
     def kl(self, weight: Weight, fmt: Format) -> float:
-        return _kl(self.table, self.target, weight, fmt) * self.scale
+        return _kl(self.table, self.target, weight, fmt)
 
     def _method(self, weight: Weight, choice: Choice) -> str:
         return "rtn" if choice.format.levels is None else self.table.method
@@ -193,6 +198,7 @@ class Allocator:
 
 _LARGEST_TOLL = 1e18
 _BISECTIONS = 16
+_LONGEST = 60  # characters of a rule in a reason: the plan lies in the file, and its size is counted before the plan is known
 
 
 def _best_rounded(choices: Sequence[Choice]) -> Choice:
@@ -203,7 +209,7 @@ def _best_rounded(choices: Sequence[Choice]) -> Choice:
 def _reason(fixed: Rule | None, why: str, up: planning.Step | None, down: planning.Step | None, price: float) -> str:
     """In numbers that can be checked: a byte more would save less, a byte less would cost more, than elsewhere in the model."""
     if fixed:
-        return f"--override {fixed.text}"
+        return f"--override {fixed.text if len(fixed.text) <= _LONGEST else fixed.text[: _LONGEST - 3] + '...'}"
     parts = [why] if why else []
     if price > 0:
         if up:
@@ -218,36 +224,20 @@ def _per_kilobyte(per_byte: float) -> str:
     return f"{1e3 * per_byte:.2g}"
 
 
-def allocator(
-    table: Sensitivity,
-    target: Target,
-    names: Sequence[str] = (),
-    overrides: Sequence[str] = (),
-    scale: float = 1.0,
-    *,
-    together: Sequence[str] = (),
-    bandwidth: float = speeds.BANDWIDTH,
-    min_speed: float | None = None,
-) -> Allocator:
-    """names: the formats to choose from; none: all that were measured. A weight may always stay as the checkpoint has it. together:
-    patterns; weights that one of them matches with the same text in its groups share a format."""
-    wanted = {formats.get(name).name for name in names}
-    rules = tuple(rule_book.parse_all(overrides, table.weights))
+def allocator(table: Sensitivity, target: Target, wished: Wishes = wishes.NONE) -> Allocator:
+    wanted = {formats.get(name).name for name in wished.formats}
+    rules = wished.rules_for(table.weights)
     groups: dict[str, list[Weight]] = {}
     for weight in table.weights:
-        groups.setdefault(_group(weight, together), []).append(weight)
-    choices = [_choices(table, target, tuple(group), wanted, rules, bandwidth) for group in groups.values()]
+        groups.setdefault(_group(weight, wished.together), []).append(weight)
+    choices = [_choices(table, target, tuple(group), wanted, rules, wished.bandwidth) for group in groups.values()]
     members = tuple(tuple(group) for group in groups.values())
-    return Allocator(table, target, members, tuple(choices), rules, scale, bandwidth, min_speed)
+    return Allocator(table, target, members, tuple(choices), rules, wished.bandwidth, wished.min_speed)
 
 
 def _group(weight: Weight, patterns: Sequence[str]) -> str:
     for pattern in patterns:
-        try:
-            found = re.search(pattern, weight.name)
-        except re.error as failure:
-            raise InputError(f"`{pattern}` is not a regular expression: {failure}", "for example 'layers.([0-9]+).*(q|k|v)_proj'") from None
-        if found:
+        if found := re.search(pattern, weight.name):
             return f"{pattern}:{found.groups()}"
     return weight.together or weight.name
 

@@ -56,11 +56,11 @@ def parse_size(text: str) -> Size:
     return Recipe(recipes.check(plain))
 
 
-def tensor_bytes(size: Size, weights: int, rest: int, container: int, recipe_bytes: Callable[[str], int]) -> int:
+def tensor_bytes(size: Size, weights: int, container: int, recipe_bytes: Callable[[str], int]) -> int:
     """Bytes that the tensors of the planned weights may take.
 
-    `weights`: how many numbers they hold. `rest`: bytes of the tensors that are kept (norms, biases). `container`: bytes of the file that
-    are no tensor. `recipe_bytes`: what `recipes.nbytes` gives for this model, asked for only if a recipe was named.
+    `weights`: how many numbers they hold. `container`: what the file holds beside them: norms and biases, header, tokenizer.
+    `recipe_bytes`: what `recipes.nbytes` gives for this model, asked for only if a recipe was named.
     """
     match size:
         case BitsPerWeight(bits):
@@ -68,10 +68,10 @@ def tensor_bytes(size: Size, weights: int, rest: int, container: int, recipe_byt
         case Recipe(name):
             return recipe_bytes(name)
         case FileBytes(nbytes):
-            left = nbytes - rest - container
+            left = nbytes - container
             if left <= 0:
                 raise InputError(
-                    f"{nbytes:,} bytes leave nothing for the weights: what lies beside them in the file takes {rest + container:,}",
+                    f"{nbytes:,} bytes leave nothing for the weights: what lies beside them in the file takes {container:,}",
                     "raise `--size`",
                 )
             return left

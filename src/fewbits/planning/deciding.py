@@ -13,8 +13,9 @@ from fewbits import hardware, kv, planning
 from fewbits.checkpoints.folder import read_text
 from fewbits.errors import InputError
 from fewbits.files import Staged
-from fewbits.planning import budgets, recipes, speeds, thresholds
+from fewbits.planning import budgets, recipes, speeds, thresholds, wishes
 from fewbits.planning.allocation import Allocator, Point, allocator
+from fewbits.planning.wishes import Wishes, listed
 from fewbits.verification import Thresholds
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from fewbits.sensitivity.table import Sensitivity
     from fewbits.targets import Target
 
-STRATEGIES = ("solve", "threshold")
 CONTEXT = 4096
 
 # What an accuracy means in KL before anything was measured; the first measurement corrects it. Disagreement of the top token is near
@@ -84,6 +84,15 @@ class Decision:
     def frontier(self) -> list[Point]:
         return self.allocator.frontier()
 
+    def save(self, path: Path) -> None:
+        """The plan, and its frontier beside it."""
+        import json
+
+        with Staged(path) as staged:
+            staged.write_text(self.plan.to_json())
+        with Staged(path.with_suffix(".frontier.json")) as staged:
+            staged.write_text(json.dumps([asdict(point) for point in self.frontier()], indent=1) + "\n")
+
     def to_dict(self) -> dict[str, object]:
         import json
 
@@ -91,6 +100,7 @@ class Decision:
             "plan": json.loads(self.plan.to_json()),
             "limit_bytes": self.limit,
             "kv": self.kv,
+            "tokens_per_second": self.allocator.tokens_per_second(self.plan),
             "threshold_plan": {"bytes": self.simple.nbytes, "kl": self.simple.kl} if self.simple else None,
             "frontier": [asdict(point) for point in self.frontier()],
         }
@@ -100,71 +110,47 @@ def decide(
     table: Sensitivity,
     target: Target,
     budget: Budget,
+    wished: Wishes = wishes.NONE,
     *,
-    formats: Sequence[str] = (),
-    overrides: Sequence[str] = (),
-    strategy: str = "solve",
-    kv_cache: str | None = None,
     overhead: int | None = None,
-    scale: float = 1.0,
     kl: float | None = None,
-    together: Sequence[str] = (),
-    bandwidth: float = speeds.BANDWIDTH,
-    min_speed: float | None = None,
 ) -> Decision:
     """overhead: of the container, if it is known better than from the table's dry run. kl: the predicted KL to stay below, in place of
     what the budget's accuracies mean at first sight."""
-    if kv_cache == "auto":
-        return _best_cache(
-            table,
-            lambda name: decide(
-                table,
-                target,
-                budget,
-                formats=formats,
-                overrides=overrides,
-                strategy=strategy,
-                kv_cache=name,
-                overhead=overhead,
-                scale=scale,
-                kl=kl,
-                together=together,
-                bandwidth=bandwidth,
-                min_speed=min_speed,
-            ),
-        )
-    if strategy not in STRATEGIES:
-        raise InputError(f"no strategy is named `{strategy}`", f"known strategies: {', '.join(STRATEGIES)}")
+    if wished.kv == wishes.AUTO:
+        return _best_cache(table, lambda name: decide(table, target, budget, replace(wished, kv=name), overhead=overhead, kl=kl))
     if not budget.given:
         raise InputError("give a budget", "--size 4.5bpw, --size 3.2GB, --size q4_k_m, --fits 8GB, --max-kl 0.01 or --min-agreement 0.99")
-    whole = allocator(table, target, formats, overrides, scale, together=together, bandwidth=bandwidth, min_speed=min_speed)
+    whole = allocator(table, target, wished)
+    cache = kv.get(wished.kv).name if wished.kv else None
     why = str(budget)
     if budget.by_accuracy:
         limit, allowed = None, predicted_kl(budget.limits) if kl is None else kl
         simple = thresholds.within_kl(whole, allowed, why)
         best = whole.within_kl(allowed, why)
     else:
-        limit = tensor_bytes(table, target, budget, whole.elements, overhead, kv_cache)
+        limit = tensor_bytes(table, target, budget, whole.elements, overhead, cache)
         simple = thresholds.within_bytes(whole, limit, why)
         best = whole.within_bytes(limit, why)
-    if strategy == "threshold":
+    if wished.strategy == "threshold":
         if simple is None:
             raise InputError(f"no thresholds meet {why}", "leave `--strategy` out: the solver has more choices")
         best = simple
-    best = _with_cache(best, target, kv_cache, counted=budget.fits is not None)
-    return Decision(best, whole, limit, simple, budget.counts_container, kv_cache)
+    if says_cache(target, budget, cache):
+        best = replace(best, kv=cache)
+    return Decision(best, whole, limit, simple, budget.counts_container, cache)
 
 
-def _with_cache(plan: Plan, target: Target, name: str | None, counted: bool) -> Plan:
-    """The plan says how the KV cache is kept, where the target can; a budget may count a cache whose type is chosen when it runs."""
-    found = kv.get(name).name if name else "float"
-    if found == "float":
-        return plan
+def says_cache(target: Target, budget: Budget, name: str | None) -> bool:
+    """Whether the plan says how the KV cache is kept. Where the target cannot, a budget may count a cache whose type is chosen when it
+    runs; without one to count it, it is refused."""
+    if name is None or (found := kv.get(name).name) == "float":
+        return False
     if why_not := target.accepts_kv(found):
-        if counted:
-            return plan
-        raise InputError(f"{target.name} cannot say that the KV cache is {found}: {why_not}", "leave it out, or use `--to fewbits`")
-    return replace(plan, kv=found)
+        if budget.fits is None:
+            raise InputError(f"{target.name} cannot say that the KV cache is {found}: {why_not}", "leave it out, or use `--to fewbits`")
+        return False
+    return True
 
 
 def _best_cache(table: Sensitivity, decided: Callable[[str], Decision]) -> Decision:
@@ -198,9 +184,9 @@ def plan(
     max_kl: float | None = None,
     min_agreement: float | None = None,
     max_ppl_ratio: float | None = None,
-    formats: Sequence[str] = (),
+    formats: str | Sequence[str] = (),
     override: str | Sequence[str] = (),
-    together: Sequence[str] = (),
+    together: str | Sequence[str] = (),
     bandwidth: float = speeds.BANDWIDTH,
     min_speed: float | None = None,
     strategy: str = "solve",
@@ -216,33 +202,21 @@ def plan(
     if Path(model).exists() and Path(model).resolve().name != table.model:  # of a hub id only its snapshot has a name
         raise InputError(f"`{sensitivity}` was measured on `{table.model}`, not on `{Path(model).name}`", "measure this model first")
     budget = Budget(size, fits, context, Thresholds(max_kl, min_agreement, max_ppl_ratio))
-    overrides = [override] if isinstance(override, str) else list(override)
+    wished = Wishes(listed(formats), listed(override), listed(together), strategy, kv, min_speed, bandwidth)
     target = targets.get(to)
     if edited is not None:
-        if budget.given or overrides:
-            raise InputError("`--plan` prices a plan as it is", "leave the budget and `--override` out")
-        found = repriced(table, target, read_text(Path(edited), "`fewbits plan -o` writes one"))
+        if budget.given or replace(wished, bandwidth=speeds.BANDWIDTH) != wishes.NONE:
+            raise InputError("`--plan` prices a plan as it is", "leave the budget and all that chooses (`--override`, `--formats`...) out")
+        found = repriced(table, target, read_text(Path(edited), "`fewbits plan -o` writes one"), bandwidth)
     else:
-        found = decide(
-            table,
-            target,
-            budget,
-            formats=formats,
-            overrides=overrides,
-            strategy=strategy,
-            kv_cache=kv,
-            together=together,
-            bandwidth=bandwidth,
-            min_speed=min_speed,
-        )
+        found = decide(table, target, budget, wished)
     if out is not None:
-        with Staged(Path(out)) as staged:
-            staged.write_text(found.plan.to_json())
+        found.save(Path(out))
     return found
 
 
-def repriced(table: Sensitivity, target: Target, text: str) -> Decision:
-    whole = allocator(table, target)
+def repriced(table: Sensitivity, target: Target, text: str, bandwidth: float = speeds.BANDWIDTH) -> Decision:
+    whole = allocator(table, target, Wishes(bandwidth=bandwidth))
     return Decision(whole.repriced(planning.read(text, table.weights, target)), whole, None, edited=True)
 
 
@@ -251,8 +225,10 @@ def predicted_kl(limits: Thresholds) -> float:
     found = [limits.max_kl] if limits.max_kl is not None else []
     if limits.min_agreement is not None:
         found.append(((1 - limits.min_agreement) / _DISAGREEMENT) ** 2)
-    if limits.max_ppl_ratio is not None:
-        found.append(math.log(max(limits.max_ppl_ratio, 1.0)) / _PERPLEXITY)
+    if (ratio := limits.max_ppl_ratio) is not None:
+        if ratio < 1:
+            raise InputError(f"`--max-ppl-ratio {ratio:g}` asks for less perplexity than the float model's", "a ratio of 1 is no loss")
+        found.append(math.log(ratio) / _PERPLEXITY)
     return min(found)
 
 
@@ -269,9 +245,9 @@ def tensor_bytes(table: Sensitivity, target: Target, budget: Budget, elements: i
     if overhead is None:
         known = table.containers.get(target.name)
         if known is None and isinstance(size, budgets.FileBytes):
-            raise InputError(f"the table does not say what a {target.name} file holds beside weights", f"measure with `--to {target.name}`")
+            raise InputError(f"the table does not say what {target.name} files hold beside weights", f"measure with `--to {target.name}`")
         overhead = known.overhead if known else 0
-    return budgets.tensor_bytes(size, elements, 0, overhead, lambda name: recipes.nbytes(name, table.weights, config))
+    return budgets.tensor_bytes(size, elements, overhead, lambda name: recipes.nbytes(name, table.weights, config))
 
 
 def attributes(config: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ class Explanation:
     shape: tuple[int, int]
     reason: str
     share_of_bytes: float  # of the whole plan's
-    share_of_kl: float
+    share_of_kl: float  # of what is predicted of all weights that were measured
     alternatives: tuple[Alternative, ...]  # by rising size
     refused: tuple[tuple[str, str], ...]  # (format, why not), of those that were measured elsewhere
 
@@ -46,7 +47,8 @@ def explain(decision: Decision, name: str) -> Explanation:
         raise InputError(f"no weight is named `{name}`", f"did you mean `{near[0]}`?" if near else "names look like `model.layers.0...`")
     weight, choices = by_name[name]
     entry = plan[name]
-    kl = entry.kl or 0.0
+    if (kl := entry.kl) is None:  # what another format would save or cost is not known either
+        raise InputError(f"`{name}` has the format {entry.format} by {entry.method}, which was not measured", "measure with `--formats`")
     alternatives = []
     for choice in choices:
         own = whole.kl(weight, choice.format)
@@ -55,5 +57,6 @@ def explain(decision: Decision, name: str) -> Explanation:
         alternatives.append(Alternative(choice.format.name, nbytes, own, nbytes - entry.nbytes, own - kl, chosen))
     known = dict.fromkeys(fmt for row in whole.table.rows.values() for fmt in row)
     refused = [(fmt, why) for fmt in known if (why := planning.refuses(weight, whole.target, formats.get(fmt)))]
-    shares = entry.nbytes / plan.nbytes, kl / plan.kl if plan.kl else 0.0
+    whole_kl = math.fsum(each.kl for each in plan.entries if each.kl is not None)
+    shares = entry.nbytes / plan.nbytes, kl / whole_kl if whole_kl else 0.0
     return Explanation(name, weight.shape, entry.reason, *shares, tuple(alternatives), tuple(refused))

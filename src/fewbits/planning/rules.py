@@ -55,5 +55,9 @@ def parse_all(texts: Sequence[str], weights: Iterable[Weight]) -> list[Rule]:
     rules, weights = [parse(text) for text in texts], list(weights)
     for rule in rules:
         if not any(rule.names(weight) for weight in weights):
-            raise InputError(f"the override `{rule.text}` matches no weight", f"names look like `{weights[len(weights) // 2].name}`")
+            raise InputError(f"the override `{rule.text}` matches no weight", example_of(weights))
     return rules
+
+
+def example_of(weights: Sequence[Weight]) -> str:
+    return f"names look like `{weights[len(weights) // 2].name}`"

@@ -52,17 +52,18 @@ def decided(decision: Decision) -> None:
     plan_summary(plan)
     speed = decision.allocator.tokens_per_second(plan)
     forecast = f"about {speed:.0f} tokens/s at {decision.allocator.bandwidth / 1e9:.0f} GB/s"
-    console.print(f"predicted KL {'not known: a format was not measured' if plan.kl is None else f'{plan.kl:.4f}'}, {forecast}")
+    console.print(f"predicted KL {'not known: a format or a method was not measured' if plan.kl is None else f'{plan.kl:.4f}'}, {forecast}")
     if decision.kv:
         own = decision.allocator.table.kv.get(decision.kv)
         console.print(f"KV cache in {decision.kv}" + (f", which costs a KL of {own:.1e} more" if own else ""))
     if decision.edited and plan.kl:
         best = decision.allocator.within_bytes(plan.nbytes, "")
         console.print(f"the best plan of this size: predicted KL {best.kl:.4f}")
-    if decision.simple is not None and decision.simple is not plan and decision.simple.kl and plan.kl:
-        simple = decision.simple
-        console.print(f"by thresholds: KL {simple.kl:.4f} at {size(simple.nbytes)}, {simple.kl / plan.kl:.1f} times as much")  # type: ignore[operator]
-    elif decision.simple is None and decision.limit is not None:
+    simple = decision.simple
+    if simple is not None and simple is not plan and simple.kl and plan.kl:
+        more = f"{simple.kl / plan.kl:.1f} times the KL" if decision.limit is not None else f"{simple.nbytes / plan.nbytes:.2f} times the bytes"
+        console.print(f"by thresholds: KL {simple.kl:.4f} at {size(simple.nbytes)}, {more}")
+    elif simple is None and decision.limit is not None:
         console.print("by thresholds (4, 8 or 16 bits): nothing meets this budget")
     frontier(decision.frontier(), plan.nbytes)
     ranked = sorted((entry for entry in plan.entries if entry.kl is not None), key=lambda entry: -(entry.kl or 0.0))[:_MOST]
@@ -124,7 +125,8 @@ def contest(result: Plans) -> None:
         console.print(shown)
 
 
-def rounds(done: Sequence[Round], passed: bool) -> None:
+def rounds(done: Sequence[Round], passed: bool, least: float) -> None:
+    """least: what the best plan of these formats is predicted at."""
     shown = new_table("rounds", ("round", "bytes", "predicted KL", "measured KL", "top-1", "perplexity", ""))
     for number, each in enumerate(done, 1):
         verdict = each.verdict
@@ -138,5 +140,9 @@ def rounds(done: Sequence[Round], passed: bool) -> None:
             "passed" if each.passed else "failed",
         )
     console.print(shown)
-    if not passed:
+    if passed:
+        return
+    if min(each.predicted for each in done) <= least * 1.01:
         note("not reachable with these formats; this is the nearest that was found")
+    else:
+        note(f"no plan passed in {len(done)} rounds; this is the nearest that was found. --rounds allows more")

@@ -53,7 +53,7 @@ def measure(
     the next run to go on from."""
     if statistics.model_sha256 != model.fingerprint:
         raise InputError(f"`{statistics.folder}` holds statistics of another model", "calibrate this one first")
-    runs = tuple(statistics.about["runs"])
+    runs, method = tuple(statistics.about["runs"]), method.lower()  # spelt as `methods.get` takes it
     key = {"model": model.fingerprint, "runs": list(runs), "method": method, "formats": [fmt.name for fmt in formats]}
     rows = _found(kept, key)
     missing = [weight for weight in model.weights if weight.name not in rows]

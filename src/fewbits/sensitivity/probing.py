@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fewbits.progress import Progress
     from fewbits.sensitivity.table import Sensitivity
 
+_FEWEST = 3  # of probes for a correlation: a line goes through any two
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -92,6 +94,8 @@ def factors(probes: Sequence[Probe]) -> dict[str, Factor]:
 
 def log_correlation(probes: Sequence[Probe]) -> float:
     some = [(math.log(p.predicted), math.log(p.measured)) for p in probes if p.measured > 0 and p.predicted > 0]
+    if len(some) < _FEWEST:
+        return math.nan
     predicted, measured = np.array(some).T
     return float(np.corrcoef(predicted, measured)[0, 1])
 
@@ -123,6 +127,8 @@ def compare_scores(table: Sensitivity, probes: Sequence[Probe], target: str = "g
 
 
 def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    if len(a) < _FEWEST:
+        return math.nan
     ranks = [np.argsort(np.argsort(np.array(values))) for values in (a, b)]  # measured values have no ties
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
