@@ -5,7 +5,7 @@ NATIVE := CMakeLists.txt $(wildcard src/fewbits/kernels/native/*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-all lint format wheel wheel-check train clean readme-results
+.PHONY: demo test test-all test-neon test-sanitized lint format wheel wheel-check train clean readme-results
 
 demo: .venv/ready
 	$(BIN)/fewbits demo -o demo-out
@@ -15,6 +15,14 @@ test: .venv/ready
 
 test-all: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# Kernels of AArch64 in an emulator; needs a cross compiler and qemu, says so, and is no part of `make test`.
+test-neon:
+	$(MAKE) -C tests/native neon
+
+# The kernels of this processor under the compiler's sanitizers: addresses and undefined behaviour, then threads.
+test-sanitized:
+	$(MAKE) -C tests/native sanitized
 
 lint: .venv/ready
 	$(BIN)/ruff check src tests tools

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 ALL = [kernel for fmt in formats.all().values() for kernel in kernels.available(fmt)]
 NATIVE = [kernel for kernel in ALL if kernel.backend != "reference"]
-JUDGED = {"q4_0": "q4_0", "q8_0": "q8_0", "q3_k": "q3_K", "q4_k": "q4_K"}  # ours: ggml's
+JUDGED = {  # ours: ggml's
+    **{name: name for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0")},
+    **{name: name[:-1] + "K" for name in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")},
+}
 
 needs_ggml = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="pip install fewbits[llamacpp]")
 
@@ -112,6 +115,18 @@ def test_decode_equals_the_reference(kernel: Kernel, rows: int, blocks: int) -> 
     assert torch.equal(bits(w), bits(reference.decode(fmt, parts)))
 
 
+@over([kernel for kernel in NATIVE if kernel.format in ("q4_k", "q8_0", "int4_channel", "fp8_e5m2_channel", "mxfp4")])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_decode_to_half_precision_rounds_the_reference_as_torch_does(kernel: Kernel, dtype: str) -> None:
+    """Any bytes: overflow, subnormal halves, infinities and (fp8, mxfp4) NaN."""
+    fmt, shape = formats.get(kernel.format), (17, 512)
+    for seed in range(3):
+        parts = random_bytes(fmt, shape, seed)
+        ours, theirs = kernel.decode(parts, shape, dtype), reference.decode(fmt, parts).to(getattr(torch, dtype))
+        number = ~theirs.isnan()
+        assert torch.equal(ours.isnan(), ~number) and torch.equal(ours[number].view(torch.int16), theirs[number].view(torch.int16))
+
+
 @over_shapes
 @over(NATIVE)
 def test_decode_equals_the_reference_on_any_bytes(kernel: Kernel, rows: int, blocks: int) -> None:
@@ -174,18 +189,6 @@ def test_the_count_of_threads_changes_no_byte(kernel: Kernel, monkeypatch: pytes
         assert same_parts(kernel.pack(codes, grid), expected)
 
 
-@over(ALL)
-def test_matmul_multiplies_by_the_decoded_weight(kernel: Kernel) -> None:
-    fmt, shape = formats.get(kernel.format), (5, 512)
-    parts = fmt.pack(*random_weight(fmt, shape))
-    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(1))
-    y = kernel.matmul(x, parts, shape)
-    assert torch.equal(bits(y), bits(reference.matmul(fmt, x, parts)))
-    w = reference.decode(fmt, parts).double()
-    bound = 512 * torch.finfo(torch.float32).eps * (x.double().abs() @ w.abs().T)  # n * eps * sum |x||w|
-    assert ((y.double() - x.double() @ w.T).abs() <= bound).all()
-
-
 @needs_ggml
 @over([kernel for kernel in ALL if kernel.format in JUDGED])
 def test_decode_equals_ggml_on_any_bytes(kernel: Kernel) -> None:
@@ -205,7 +208,7 @@ def test_decode_equals_the_gguf_package(kernel: Kernel) -> None:
 
 
 @needs_ggml
-@over([kernel for kernel in ALL if kernel.format in JUDGED])
+@over([kernel for kernel in ALL if kernel.format in ("q4_0", "q8_0", "q3_k", "q4_k")])
 def test_a_weight_that_ggml_quantized_decodes_near_itself(kernel: Kernel) -> None:
     w = torch.randn(4, 512, generator=torch.Generator().manual_seed(2))
     stored = torch.from_numpy(ggml.quantize(JUDGED[kernel.format], w.numpy(), np.ones(512, np.float32)))
@@ -221,9 +224,14 @@ def test_parts_of_the_wrong_size_are_refused(kernel: Kernel) -> None:
     for name, part in parts.items():
         wide = torch.cat([part, part[:, :1]], 1)
         for wrong in (part[:, :-1], wide, part[:2], torch.cat([part, part[:1]])):
+            if wrong.shape == part.shape:  # one row for all
+                continue
             with pytest.raises(ValueError, match=name):
                 kernel.decode({**parts, name: wrong}, shape)
-    for name, entry in grid.items():
+            if kernel.multiplies:
+                with pytest.raises(ValueError, match=name):
+                    kernel.matmul(torch.ones(2, 512), {**parts, name: wrong}, shape)
+    for name, entry in grid.items() if not fmt.tensor_wide else ():  # what rows share is packed by the reference
         for wrong in (entry[:, :-1], torch.cat([entry, entry[:, :1]], 1), entry[:2]):
             with pytest.raises(ValueError, match=name):
                 kernel.pack(codes, {**grid, name: wrong})

@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fewbits import fitting, formats, kernels
-from fewbits.fitting import fit_scale, fit_scale_and_min
+from fewbits import formats, kernels
+from fewbits.fitting import fit_scale, fit_scale_and_min, long_rows, native
+from fewbits.fitting.superblocks import fit_two_level_scale, fit_two_level_scale_and_min
 
-ISAS = [
-    isa
-    for isa in ("avx2", "scalar")
-    if kernels.native_missing() is None and isa in {row.isa for row in kernels._table().values() if row.runs_here}
-]
+ISAS = [] if kernels.native_missing() else list(kernels.native().search_isas())
 pytestmark = pytest.mark.skipif(not ISAS, reason="there is no native module")
 
 SIGNED = {bits: tuple(float(level) for level in range(-(1 << bits - 1), 1 << bits - 1)) for bits in range(2, 9)}
@@ -27,9 +24,9 @@ CASES = {
     "e2m1": ((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0), (6.0,)),
     "no zero": ((-3.0, -1.0, 1.0, 3.0), (-3.0, 3.0)),
 }
-SIZES = (2, 3, 7, 16, 32, 40, 64, 128, 576)
-FEW_SIZES = (32, 40)  # sums in fours alone, and in fours, twos and an odd one
-GROUPS = 37  # four whole tiles of eight, and one that is not
+SIZES = (2, 10, 32, 256, 576)  # beyond 256 sums are of floats
+FEW_SIZES = (40,)
+GROUPS = 37  # two whole tiles of sixteen, four of eight, and one that is not
 
 
 def _weights(n: int, seed: int) -> Iterator[Tensor]:  # (groups, n) each
@@ -58,7 +55,6 @@ def _weights(n: int, seed: int) -> Iterator[Tensor]:  # (groups, n) each
 def _importances(n: int, seed: int) -> Iterator[Tensor | None]:
     made = torch.Generator().manual_seed(seed)
     yield None
-    yield torch.rand(1, n, generator=made) ** 4
     each = torch.rand(GROUPS, n, generator=made) * 10 ** torch.empty(GROUPS, n).uniform_(-6, 3, generator=made)
     each[torch.rand(GROUPS, n, generator=made) < 0.3] = 0.0
     yield each
@@ -66,20 +62,20 @@ def _importances(n: int, seed: int) -> Iterator[Tensor | None]:
 
 def _both(monkeypatch: pytest.MonkeyPatch, isa: str, search: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """What native code and torch find, as bits: a zero has a sign in a file."""
-    called: list[str] = []
-    native = fitting._native_arrays
+    asked: set[str | None] = set()
+    chosen = native.isa
 
-    def noted(x: Tensor, importance: Tensor | None) -> object:
-        called.append(kernels.backend())
-        return native(x, importance)
+    def noted() -> str | None:
+        asked.add(chosen())
+        return chosen()
 
-    monkeypatch.setattr(fitting, "_native_arrays", noted)
+    monkeypatch.setattr(native, "isa", noted)
     found = []
     for kernel in (isa, "reference"):
         monkeypatch.setenv("FEWBITS_KERNEL", kernel)
         found.append(search().view(torch.int32))
-    monkeypatch.setattr(fitting, "_native_arrays", native)
-    assert called == [f"native-{isa}", "reference"]
+    monkeypatch.setattr(native, "isa", chosen)
+    assert asked == {isa, None}
     return found[0], found[1]
 
 
@@ -92,21 +88,63 @@ def test_a_scale_has_the_bits_that_torch_finds(monkeypatch: pytest.MonkeyPatch, 
             for importance in _importances(n, n):
                 ours, theirs = _both(monkeypatch, isa, lambda: fit_scale(x, levels, ends, importance))  # noqa: B023
                 assert torch.equal(ours, theirs)
-        ours, theirs = _both(monkeypatch, isa, lambda: fit_scale(x, levels, ends, how="max"))  # noqa: B023
-        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_scale_that_is_not_rounded_has_the_bits_that_torch_finds(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
+    for name in ("int4", "iq4_nl"):
+        for x in _weights(32, 5):
+            for importance in _importances(32, 5):
+                ours, theirs = _both(monkeypatch, isa, lambda: fit_scale(x, *CASES[name], importance, store=lambda scale: scale))  # noqa: B023
+                assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("float16", [True, False])
 @pytest.mark.parametrize("top", [1, 15, 31])
 def test_a_scale_and_a_minimum_have_the_bits_that_torch_finds(monkeypatch: pytest.MonkeyPatch, top: int, float16: bool, isa: str) -> None:
-    for n in SIZES if top == 15 and isa == ISAS[0] else FEW_SIZES:
+    for n in SIZES[:-1] if top == 15 and isa == ISAS[0] else FEW_SIZES:
         for x in _weights(n, n):
             for importance in _importances(n, n):
                 ours, theirs = _both(monkeypatch, isa, lambda: torch.stack(fit_scale_and_min(x, top, importance, float16=float16)))  # noqa: B023
                 assert torch.equal(ours, theirs)
-        ours, theirs = _both(monkeypatch, isa, lambda: torch.stack(fit_scale_and_min(x, top, None, "max", float16)))  # noqa: B023
-        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("per_super, n", [(8, 32), (16, 16), (3, 10)])
+def test_sub_scales_have_the_bits_that_torch_finds(monkeypatch: pytest.MonkeyPatch, per_super: int, n: int, isa: str) -> None:
+    levels, _ = CASES["int3" if n == 16 else "iq4_nl"]
+    for x in _weights(per_super * n, n):
+        for importance in _importances(per_super * n, n):
+            groups = x.reshape(GROUPS, per_super, n)
+            weight = None if importance is None else importance.reshape(-1, per_super, n)
+
+            def fit() -> Tensor:
+                wanted = fit_scale(groups, levels, (levels[0], levels[-1]), weight, store=lambda scale: scale)  # noqa: B023
+                sub, d = fit_two_level_scale(groups, levels, wanted, per_super, range(-32, 32), weight)  # noqa: B023
+                return torch.cat([sub.short(), d.view(torch.int16)], 1).int()
+
+            ours, theirs = _both(monkeypatch, isa, fit)
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("per_super, n, top, largest", [(8, 32, 15, 63), (16, 16, 3, 15), (3, 10, 31, 63)])
+def test_sub_scales_and_minima_have_the_bits_that_torch_finds(
+    monkeypatch: pytest.MonkeyPatch, per_super: int, n: int, top: int, largest: int, isa: str
+) -> None:
+    for x in _weights(per_super * n, n):
+        for importance in _importances(per_super * n, n):
+            groups = x.reshape(GROUPS, per_super, n)
+            weight = None if importance is None else importance.reshape(-1, per_super, n)
+
+            def fit() -> Tensor:
+                wanted = fit_scale_and_min(groups, top, weight)  # noqa: B023
+                *subs, d, dmin = fit_two_level_scale_and_min(groups, top, *wanted, per_super, largest, weight)  # noqa: B023
+                return torch.cat([*(sub.short() for sub in subs), d.view(torch.int16), dmin.view(torch.int16)], 1).int()
+
+            ours, theirs = _both(monkeypatch, isa, fit)
+            assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -134,11 +172,10 @@ def test_what_is_not_a_number_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["nf4", "half integers", "not in order"])
+@pytest.mark.parametrize("name", ["nf4", "half integers"])
 def test_levels_that_native_code_does_not_know_are_left_to_torch(name: str) -> None:
     levels = {
         "nf4": (-1.0, -0.6961928, -0.5250731, 0.0, 0.4407098, 1.0),
         "half integers": (-1.5, -0.5, 0.5, 1.5),
-        "not in order": (0.0, 1.0, -2.0, -1.0),
     }[name]
-    assert fitting._native_scale(torch.ones(8, 32), levels, (levels[-1],), None, "search") is None
+    assert long_rows.native_scale(torch.ones(8, 32), levels, (levels[-1],), None) is None

@@ -227,6 +227,19 @@ def formats(as_json: Json = False) -> None:
 
 
 @app.command()
+def doctor(as_json: Json = False) -> None:
+    """What runs here: instruction sets, kernels, runtimes, versions; what is missing and how to get it."""
+    from fewbits.diagnosis import diagnose
+    from fewbits.reporting import diagnosis as report
+
+    found = diagnose()
+    if as_json:
+        show_json(found.to_dict())
+    else:
+        report.show(found)
+
+
+@app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint folder, a GGUF, an ONNX or a fewbits artifact.")],
     no_values: Annotated[bool, typer.Option("--no-values", help="Headers only: do not read the weights.")] = False,

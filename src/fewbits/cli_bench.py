@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from fewbits.cli_options import Calibration, HeldOut, Json, ModelArg, Samples, Tokens, progress_for, show_json
+from fewbits.cli_options import Calibration, HeldOut, Json, ModelArg, Samples, Tokens, names_of, progress_for, show_json
+
+FormatNames = Annotated[
+    list[str] | None, typer.Option("--format", "--formats", help="A format, or several with commas. Default: the usual dozen.")
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="For everybody. Default: torch's.")]
+Peers = Annotated[bool, typer.Option("--peers", help="Time other libraries too, in turn with fewbits.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Turns that each contender gets.")]
+OneShape = Annotated[str, typer.Option("--shape", metavar="KxN", help="Columns x rows of the weight.")]
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements against peers and limits, as ratios in one run.")
 
@@ -86,3 +94,86 @@ def cost(
         show_json(result.to_dict())
     else:
         terminal.cost(result)
+
+
+@bench.command()
+def kernels(
+    format: FormatNames = None,
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", metavar="KxN", help="Columns x rows of a weight. Default: four of real models.")
+    ] = None,
+    rows: Annotated[list[int] | None, typer.Option("--rows", min=1, help="Rows of x (tokens). Default: 1, 8, 64 and 512.")] = None,
+    threads: Threads = None,
+    peers: Peers = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Time the products that keep x in float32 too.")] = False,
+    rounds: Rounds = 7,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Folder for results.json and roofline.svg.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Products with packed weights: time, GB/s, GOP/s, and their share of what this machine can do, measured in the same run.
+
+    --peers: beside ggml, onnxruntime and torch. All formats and shapes with peers take about half an hour on two cores and 6 GB of memory;
+    --format, --shape and --rows (each more than once) ask for less.
+    """
+    from fewbits.benchmarks import shapes as usual
+    from fewbits.benchmarks.kernels import bench_kernels
+    from fewbits.reporting import roofline, speed
+
+    result = bench_kernels(
+        _names(format) or usual.FORMATS, usual.shapes_of(shape) if shape else usual.SHAPES, rows or usual.ROWS,
+        threads, peers, exact, rounds, progress=progress_for(as_json, False),
+    )  # fmt: skip
+    if out:
+        roofline.write(result, out)
+    if as_json:
+        show_json(result.to_dict())
+    else:
+        speed.kernels(result)
+
+
+@bench.command()
+def quantize(
+    format: FormatNames = None,
+    shape: OneShape = "4096x256",
+    threads: Threads = None,
+    peers: Peers = False,
+    rounds: Rounds = 5,
+    as_json: Json = False,
+) -> None:
+    """Rounding weights to a format, with and without importance: million weights per second and weighted error. --peers: beside ggml."""
+    from fewbits.benchmarks import quantizing, shapes
+    from fewbits.reporting import speed
+
+    result = quantizing.bench_quantize(
+        _names(format) or quantizing.FORMATS, shapes.shapes_of([shape])[0], threads, peers, rounds, progress_for(as_json, False)
+    )
+    if as_json:
+        show_json(result.to_dict())
+    else:
+        speed.quantizers(result)
+
+
+@bench.command()
+def decode(
+    format: FormatNames = None,
+    shape: OneShape = "4096x256",
+    threads: Threads = None,
+    peers: Peers = False,
+    rounds: Rounds = 15,
+    as_json: Json = False,
+) -> None:
+    """Packed weights back to float32: billion weights per second. --peers: beside ggml."""
+    from fewbits.benchmarks import decoding, shapes
+    from fewbits.reporting import speed
+
+    result = decoding.bench_decode(
+        _names(format) or decoding.FORMATS, shapes.shapes_of([shape])[0], threads, peers, rounds, progress_for(as_json, False)
+    )
+    if as_json:
+        show_json(result.to_dict())
+    else:
+        speed.decoders(result)
+
+
+def _names(given: list[str] | None) -> list[str]:
+    return [name for text in given or () for name in names_of(text)]

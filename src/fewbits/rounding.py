@@ -20,30 +20,30 @@ def encode(w: Tensor, levels: Levels, scale: Tensor, offset: Tensor | None = Non
 def decode(codes: Tensor, levels: Levels | None, scale: Tensor, offset: Tensor | None = None) -> Tensor:
     if levels is None:
         return codes.to(torch.float32, copy=True)  # never the stored values themselves, which others read
-    values = level_values(levels)[codes.int()] if _first_of_consecutive(levels) is None else codes.float() + levels[0]
+    values = level_values(levels)[codes.int()] if first_of_consecutive(levels) is None else codes.float() + levels[0]
     values *= scale
     return values if offset is None else values.add_(offset)
 
 
 def nearest(x: Tensor, levels: Levels) -> Tensor:
-    first = _first_of_consecutive(levels)
+    first = first_of_consecutive(levels)
     if first is not None:
         return (x.round() - first).clamp_(0, len(levels) - 1).to(torch.uint8)
     dtype = _float8(levels)
     if dtype is not None:
         return _cast(x, dtype).view(torch.uint8)
-    order, boundaries = _sorted_codes(levels)
+    order, boundaries = sorted_codes(levels)
     return order[_passed(x, boundaries)]
 
 
 def snap(x: Tensor, levels: Levels) -> Tensor:
     """The level nearest to each x itself, not its code: what a search for scales needs. Overwrites x where it can."""
-    if _first_of_consecutive(levels) is not None:
+    if first_of_consecutive(levels) is not None:
         return x.round_().clamp_(levels[0], levels[-1])
     dtype = _float8(levels)
     if dtype is not None:
         return _cast(x, dtype).float()
-    order, boundaries = _sorted_codes(levels)
+    order, boundaries = sorted_codes(levels)
     return level_values(levels)[order.int()][_passed(x, boundaries)]
 
 
@@ -53,7 +53,7 @@ def level_values(levels: Levels) -> Tensor:
 
 
 @cache
-def _first_of_consecutive(levels: Levels) -> float | None:
+def first_of_consecutive(levels: Levels) -> float | None:
     """Where levels are consecutive integers, rounding is arithmetic and needs no table."""
     return levels[0] if list(levels) == [levels[0] + i for i in range(len(levels))] else None
 
@@ -74,7 +74,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _sorted_codes(levels: Levels) -> tuple[Tensor, Tensor]:
+def sorted_codes(levels: Levels) -> tuple[Tensor, Tensor]:
     """Codes by rising level, and where one gives way to the next. Of equal levels (0 and -0) the first code is taken; what lies
     in the middle of two goes to the even code, which is what a float of few bits calls rounding to even."""
     codes: dict[float, int] = {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -127,10 +125,7 @@ def _native(x: Tensor, isa: str, exponent: int) -> _Taken:
 
 def _isa() -> str | None:
     """The fastest native kernel here, or the one that FEWBITS_KERNEL forces; None: torch."""
-    wanted = os.environ.get(kernels._FORCE)
-    if wanted:
-        kernels._forced(wanted)  # refuses an unknown name, and one that cannot run here
-    if wanted == "reference" or kernels.native_missing():
+    if kernels.backend() == "reference":
         return None
     isas: list[str] = getattr(kernels._native(), "statistics_isas", list)()  # fastest first; a module built before has none
-    return next((isa for isa in isas if isa == (wanted or isa)), None)
+    return kernels.fastest(isas)

@@ -2,26 +2,31 @@
 
 The first half (`fewbits.fitting`) says which scale and minimum each sub-block wishes for. Here d is chosen so that integers come
 near to all of them; then neighbours of every integer are tried, each with all codes rounded anew, and d is refitted to the codes.
-What does not lower the error of the values really stored is dropped, so that no step can do harm.
+What does not lower the error, as it is judged in integers, is dropped.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fewbits.fitting import Groups, Levels, extreme, float16_scale, inverse, safe, total
+from fewbits.fitting import native
+from fewbits.fitting.groups import Groups, Levels, extreme, float16_scale, total
+from fewbits.fitting.integers import Lined, Scaled, inverted, safe, steps_for
 
 if TYPE_CHECKING:
     from fewbits.formats import How
 
-_ROUNDS = 2  # a third gains 0.1 %
-_STRETCHES = (-0.5, *(k / 32 for k in range(-4, 5) if k))  # -0.5: where d is so small that float16 has but a few steps left
+_ROUNDS, _LINE_ROUNDS = 1, 2  # one more gains 0.05 %, and 0.1 % with minima
+# -0.5: where d is so small that float16 has but a few steps left. 6 bits with a sign are served as well by half as many.
+_STRETCHES = (-0.5, *(k / 32 for k in range(-4, 5) if k))
+_FEWER_STRETCHES = (-0.5, *(k / 16 for k in range(-2, 3) if k))
 _STEPS = (-1, 1, -2, 2)
 _STEPS_OF_TWO = tuple((a, b) for a in (0, -1, 1, -2, 2) for b in (0, -1, 1, -2, 2) if a or b)
-_UNITS_OF_TWO = tuple((a, b) for a in (1.0, 0.9, 1.1) for b in (1.0, 0.9, 1.1) if (a, b) != (1.0, 1.0))
+_UNITS_OF_TWO = ((0.9, 1.0), (1.1, 1.0), (1.0, 0.9), (1.0, 1.1))
 
 
 def fit_two_level_scale(
@@ -39,26 +44,31 @@ def fit_two_level_scale(
     if how == "max":
         d = float16_scale(extreme(wish, 1) / (low if -low > high else high))
         return _rows(_integers(wish, d, low, high), wanted, torch.int8), _rows(d, wanted, torch.float16)
+    steps = steps_for(levels)
+    assert steps, "sub-scales are searched for under integer levels"
+    if (found := native.fit_sub_scales(x, steps, wanted, scale_units(per_super, low, high), importance)) is not None:
+        return found
     groups = Groups(x, importance)
+    scaled = Scaled.of(groups.x, groups.importance, extreme(groups.x, 0) + 0.0, steps)
 
-    def error_of(sub: Tensor, d: Tensor) -> Tensor:
-        return groups.error(levels, (sub * d.unsqueeze(-1)).reshape(-1)).reshape(wish.shape)
+    def attempt(sub: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+        scale = sub * d.unsqueeze(-1)
+        along, size = (sums.reshape(wish.shape) for sums in scaled.at(scale.reshape(-1)))
+        return sub, d, along, size, scale * (scale * size - 2 * along)
 
-    v = groups.snapped(levels, wanted.reshape(-1))
-    d = _best_unit(wish, groups.sum(v.square_()).reshape(wish.shape), integers)
-    sub = _integers(wish, d, low, high)
-    error = error_of(sub, d)
+    _, size = scaled.at(wanted.reshape(-1))
+    d = _best_unit(wish, size.reshape(wish.shape), low, high)
+    best = attempt(_integers(wish, d, low, high), d)
     for _ in range(_ROUNDS):
+        centre = best[0]
         for step in _STEPS:
-            trial = (sub + step).clamp_(low, high)
-            trial_error = error_of(trial, d)
-            sub, error = _chosen(trial_error < error, (trial, trial_error), (sub, error))
-        v = groups.snapped(levels, (sub * d.unsqueeze(-1)).reshape(-1))
-        along, size = groups.sum(v * groups.x).reshape(wish.shape), groups.sum(v.square_()).reshape(wish.shape)
-        trial_d = float16_scale(total(sub * along, 1) / safe(total(sub * sub * size, 1)))
-        trial_error = error_of(sub, trial_d)
-        d, error = _chosen(_of_super(trial_error) < _of_super(error), (trial_d, trial_error), (d, error))
-    return _rows(sub, wanted, torch.int8), _rows(d, wanted, torch.float16)
+            trial = attempt((centre + step).clamp_(low, high), best[1])
+            sub, along, size, error = _chosen(trial[-1] < best[-1], (trial[0], *trial[2:]), (best[0], *best[2:]))
+            best = sub, best[1], along, size, error
+        sub, d, along, size, error = best
+        trial = attempt(sub, float16_scale(total(sub * along, 1) / safe(total(sub * sub * size, 1))))
+        best = _chosen(_of_super(trial[-1]) < _of_super(error), trial, best)
+    return _rows(best[0], wanted, torch.int8), _rows(best[1], wanted, torch.float16)
 
 
 def fit_two_level_scale_and_min(
@@ -73,7 +83,6 @@ def fit_two_level_scale_and_min(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scales and minima (rows, n) >= 0 as integers 0..largest under a float16 each: (sub, sub_min uint8, d, dmin float16)."""
     wish, wish_min = scale.reshape(-1, per_super), minimum.reshape(-1, per_super)
-    levels = tuple(float(q) for q in range(top + 1))
 
     def rounded(d: Tensor, dmin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return _integers(wish, d, 0, largest), _integers(wish_min, dmin, 0, largest), d, dmin
@@ -84,63 +93,86 @@ def fit_two_level_scale_and_min(
 
     if how == "max":
         return stored(*rounded(float16_scale(wish.amax(1) / largest), float16_scale(wish_min.amax(1) / largest)))
+    if (found := native.fit_sub_lines(x, top, scale, minimum, line_units(per_super, largest), importance)) is not None:
+        return found
     groups = Groups(x, importance)
-
-    def line(sub: Tensor, sub_min: Tensor, d: Tensor, dmin: Tensor) -> tuple[Tensor, Tensor]:
-        return (sub * d.unsqueeze(-1)).reshape(-1), -(sub_min * dmin.unsqueeze(-1)).reshape(-1)
-
-    def sums(values: Tensor) -> Tensor:
-        return groups.sum(values).reshape(wish.shape)
+    low, high = (groups.x.amin(0) + 0.0).clamp(max=0), (groups.x.amax(0) + 0.0).clamp(min=0)
+    lined = Lined.of(groups.x, groups.importance, low, high, top)
+    unit = lined.unit.reshape(wish.shape)  # of slopes, as sums are in integers' units
+    importance_unit, product_unit = (of.unit.reshape(wish.shape) for of in (lined.sums.importance, lined.sums.products))
+    sum_w, sum_x = (sums.reshape(wish.shape) for sums in lined.everything)
 
     def attempt(sub: Tensor, sub_min: Tensor, d: Tensor, dmin: Tensor) -> tuple[Tensor, ...]:
-        return sub, sub_min, d, dmin, groups.error(levels, *line(sub, sub_min, d, dmin)).reshape(wish.shape)
+        line = sub * d.unsqueeze(-1), sub_min * dmin.unsqueeze(-1)
+        sum_qx, sum_q, sum_qq = (sums.reshape(wish.shape) for sums in lined.judge(*lined.start(*(part.reshape(-1) for part in line))))
+        s, m = (part * inverted(unit) for part in line)
+        error = s * (s * sum_qq - 2 * (sum_qx + m * sum_q)) + m * (m * sum_w + 2 * sum_x)
+        return sub, sub_min, d, dmin, sum_qx, sum_q, sum_qq, error
 
-    weight, sum_x = sums(torch.ones_like(groups.x)), sums(groups.x.clone())
-    q = groups.snapped(levels, scale.reshape(-1), -minimum.reshape(-1))
-    d, dmin = _best_unit(wish, sums(q.square_()), range(largest + 1)), _best_unit(wish_min, weight, range(largest + 1))
+    def of_super(tried: tuple[Tensor, ...]) -> Tensor:
+        return total(tried[-1] * (unit * product_unit), 1)
+
+    sum_qq = lined.judge(*lined.start(wish.reshape(-1), wish_min.reshape(-1)))[2].reshape(wish.shape) * importance_unit
+    d, dmin = _best_unit(wish, sum_qq, 0, largest), _best_unit(wish_min, sum_w * importance_unit, 0, largest)
     best = attempt(*rounded(d, dmin))
     for factor, factor_min in _UNITS_OF_TWO:
         trial = attempt(*rounded(float16_scale(d * factor), float16_scale(dmin * factor_min)))
-        best = _chosen(_of_super(trial[-1]) < _of_super(best[-1]), trial, best)
-    for _ in range(_ROUNDS):
+        best = _chosen(of_super(trial) < of_super(best), trial, best)
+    for _ in range(_LINE_ROUNDS):
+        centre, centre_min, d, dmin, *_ = best
         for step, step_min in _STEPS_OF_TWO:
-            sub, sub_min, d, dmin, error = best
-            trial = attempt((sub + step).clamp_(0, largest), (sub_min + step_min).clamp_(0, largest), d, dmin)
-            sub, sub_min, error = _chosen(trial[-1] < error, (trial[0], trial[1], trial[-1]), (sub, sub_min, error))
-            best = sub, sub_min, d, dmin, error
+            trial = attempt((centre + step).clamp_(0, largest), (centre_min + step_min).clamp_(0, largest), d, dmin)
+            chosen = _chosen(trial[-1] < best[-1], (*trial[:2], *trial[4:]), (*best[:2], *best[4:]))
+            best = *chosen[:2], d, dmin, *chosen[2:]
         # x ~ d * (sub * q) - dmin * sub_min: two unknowns per super-block
-        sub, sub_min, d, dmin, error = best
-        q = groups.snapped(levels, *line(sub, sub_min, d, dmin))
-        sum_qx, sum_q, sum_qq = sums(q * groups.x), sums(q.clone()), sums(q.square_())
-        aa, ab, bb = total(sub * sub * sum_qq, 1), -total(sub * sub_min * sum_q, 1), total(sub_min * sub_min * weight, 1)
-        ax, bx = total(sub * sum_qx, 1), -total(sub_min * sum_x, 1)
+        sub, sub_min, d, dmin, sum_qx, sum_q, sum_qq, _ = best
+        aa, ab = total(sub * sub * (sum_qq * importance_unit), 1), -total(sub * sub_min * (sum_q * importance_unit), 1)
+        bb = total(sub_min * sub_min * (sum_w * importance_unit), 1)
+        ax, bx = total(sub * (sum_qx * product_unit), 1), -total(sub_min * (sum_x * product_unit), 1)
         determinant = aa * bb - ab * ab
         solvable = determinant > 1e-6 * aa * bb
         new_d = torch.where(solvable, (bb * ax - ab * bx) / safe(determinant), ax / safe(aa)).clamp(min=0)
         new_dmin = torch.where(solvable, (aa * bx - ab * ax) / safe(determinant), dmin).clamp(min=0)
         trial = attempt(sub, sub_min, float16_scale(new_d), float16_scale(new_dmin))
-        best = _chosen(_of_super(trial[-1]) < _of_super(error), trial, best)
+        best = _chosen(of_super(trial) < of_super(best), trial, best)
     return stored(*best[:4])
 
 
-def _best_unit(wish: Tensor, curvature: Tensor, integers: range) -> Tensor:
+def _best_unit(wish: Tensor, curvature: Tensor, low: int, high: int) -> Tensor:
     """The d under which integers come nearest to the scales wished for, where missing one by e costs curvature * e^2."""
-    low, high = integers.start, integers.stop - 1
     peak = extreme(wish, 1)
     best, least = torch.zeros_like(peak), torch.full_like(peak, torch.inf)
-    for end in (low, high) if low < 0 else (high,):
-        for stretch in (0, *_STRETCHES):
-            d = float16_scale(peak / (end * (1 + stretch)))
-            for _ in range(2):
-                sub = _integers(wish, d, low, high)
-                cost = total(curvature * (sub * d.unsqueeze(-1) - wish).square(), 1)
-                best, least = _chosen(cost < least, (d, cost), (best, least))
-                d = float16_scale(total(curvature * sub * wish, 1) / safe(total(curvature * sub * sub, 1)))
+    for end in _ends(low, high):
+        d = float16_scale(peak / end)
+        for _ in range(2):
+            sub = _integers(wish, d, low, high)
+            cost = total(curvature * (sub * d.unsqueeze(-1) - wish).square(), 1)
+            best, least = _chosen(cost < least, (d, cost), (best, least))
+            d = float16_scale(total(curvature * sub * wish, 1) / safe(total(curvature * sub * sub, 1)))
     return best
 
 
+def _ends(low: int, high: int) -> list[float]:
+    """What the largest scale wished for may become, in units of d."""
+    ends, stretches = ((low, high) if low < 0 else (high,)), (_FEWER_STRETCHES if low < 0 and high < 64 else _STRETCHES)
+    return [end * (1 + stretch) for end in ends for stretch in (0, *stretches)]
+
+
+@cache
+def scale_units(per_super: int, low: int, high: int) -> native.Units:
+    """What `fit_two_level_scale` tries, for native code."""
+    return native.Units("scale_units", (per_super, low, high), (tuple(_ends(low, high)), _STEPS), _ROUNDS)
+
+
+@cache
+def line_units(per_super: int, largest: int) -> native.Units:
+    """What `fit_two_level_scale_and_min` tries, for native code."""
+    factors, steps = (tuple(number for pair in pairs for number in pair) for pairs in (_UNITS_OF_TWO, _STEPS_OF_TWO))
+    return native.Units("line_units", (per_super, largest), (tuple(_ends(0, largest)), factors, steps), _LINE_ROUNDS)
+
+
 def _integers(wish: Tensor, d: Tensor, low: int, high: int) -> Tensor:
-    return (wish * inverse(d).unsqueeze(-1)).round_().clamp_(low, high)
+    return (wish * inverted(d).unsqueeze(-1)).round_().clamp_(low, high)
 
 
 def _chosen(better: Tensor, trial: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fewbits.fitting.groups import total
 from fewbits.rounding import snap
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def best_of(x: Tensor, levels: Levels, trials: Iterable[Tensor], importance: Ten
     best, least = None, None
     for trial in trials:
         square = snap(x * _inverse(trial).unsqueeze(-1), levels).mul_(trial.unsqueeze(-1)).sub_(x).square_()
-        error = (square if importance is None else square.mul_(importance)).sum(-1)
+        error = total(square if importance is None else square.mul_(importance), -1)
         if best is None or least is None:
             best, least = trial, error
         else:

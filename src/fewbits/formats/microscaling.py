@@ -30,7 +30,7 @@ UE4M3 = (*((8 + code % 8) * 2.0 ** (code // 8 - 10) if code >= 8 else code * 2.0
 # How many codes away from the specification's scale the search looks. One exponent up gives the peak a level instead of clipping
 # it, one down clips a column that matters little. Six UE4M3 codes up are 1.7 times: the peak moves from 6 to 4, between which
 # there is no level, and the error of Gaussians falls from 0.086 (neighbours only) to 0.081.
-_NEARBY = {len(E8M0): (1, -1, -2), len(UE4M3): (-1, 1, -2, 2, 3, 4, 5, 6)}
+NEARBY = {len(E8M0): (1, -1, -2), len(UE4M3): (-1, 1, -2, 2, 3, 4, 5, 6)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Microscaling(Blocks):
             textbook = self._textbook(x.abs().amax(-1))
             if how == "max":
                 return {"codes": textbook.to(torch.uint8)}
-            trials = [(textbook + step).clamp(0, last) for step in (0, *_NEARBY[len(self.scale_values)])]
+            trials = [(textbook + step).clamp(0, last) for step in (0, *NEARBY[len(self.scale_values)])]
             chosen = best_of(x, self.levels, (table[trial] for trial in trials), weight)
             return {"codes": torch.searchsorted(table[: last + 1], chosen).to(torch.uint8)}
 

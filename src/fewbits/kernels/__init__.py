@@ -1,13 +1,15 @@
-"""Kernels: who packs, decodes and multiplies a format on this machine. `bind` chooses once; every one gives the same bits.
+"""Kernels: who packs, decodes and multiplies a format on this machine. `bind` chooses once.
 
 `native-*` are C++ (native/*.cc: one file per family, which is its own registration); `reference` is torch and serves any format.
-FEWBITS_KERNEL=reference, scalar or avx2 forces one wherever a format has it.
+All pack and decode to the same bits. A product rounds its activations to int8, 32 columns under a scale, unless it is asked to be
+exact. FEWBITS_KERNEL=reference, scalar, avx2 or avx512 forces one wherever a format has it.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
     from fewbits.formats import Grid, Parts
 
-BACKENDS = ("native-avx2", "native-scalar", "reference")  # fastest first
-_ABI = 3  # native/kernels.h holds the same number
+BACKENDS = ("native-avx512", "native-avx2", "native-scalar", "reference")  # fastest first
+_ABI = 4  # native/kernels.h holds the same number
 _FORCE = "FEWBITS_KERNEL"
 
 
@@ -46,34 +48,44 @@ class Kernel:
         """Why it cannot take a weight of this shape; None if it can."""
         return formats.get(self.format).fits(shape)
 
-    def decode(self, parts: Parts, shape: Shape) -> Tensor:  # -> (rows, cols) float32
-        fmt = formats.get(self.format)
+    def decode(self, parts: Parts, shape: Shape, dtype: str = "float32") -> Tensor:  # -> (rows, cols)
+        """dtype: float32, or what that is rounded to: float16 or bfloat16."""
+        import torch
+
+        fmt, wanted = formats.get(self.format), getattr(torch, dtype)
         if self.backend == "reference":
             from fewbits.kernels import reference
 
-            return reference.decode(fmt, parts)
-        import torch
-
+            return reference.decode(fmt, parts).to(wanted)
         entry = self._needed()
-        w = torch.empty(shape, dtype=torch.float32)
+        w = torch.empty(shape, dtype=wanted)
         stored = [_bytes(parts[name]) for name in entry.parts]
-        _native().decode(self.format, self._isa, stored, w.numpy(), torch.get_num_threads())
+        if dtype == "float32":
+            _native().decode(self.format, self._isa, stored, w.numpy(), torch.get_num_threads())
+        else:
+            into = w.view(torch.uint16).numpy()
+            _native().decode_half(self.format, self._isa, stored, into, dtype == "bfloat16", torch.get_num_threads())
         return w
 
-    def matmul(self, x: Tensor, parts: Parts, shape: Shape) -> Tensor:  # x (tokens, cols) -> (tokens, rows)
-        from fewbits.kernels import reference
+    @property
+    def multiplies(self) -> bool:
+        """Whether it multiplies packed weights with activations in int8. If not, its products are exact ones."""
+        return (entry := self._entry()) is not None and entry.multiplies
 
-        return reference.multiply(x, self.decode(parts, shape))
+    def matmul(self, x: Tensor, parts: Parts, shape: Shape, bias: Tensor | None = None, exact: bool = False) -> Tensor:
+        """x (tokens, cols) -> (tokens, rows) in x's dtype. Exact: x is not rounded, and sums are float32's."""
+        from fewbits.kernels import multiplication
+
+        return multiplication.matmul(self, x, parts, shape, bias, exact)
 
     def pack(self, codes: Tensor, grid: Grid) -> Parts:  # codes (rows, cols)
         fmt = formats.get(self.format)
-        if self.backend == "reference":
+        if self.backend == "reference" or not (entry := self._needed()).packs:
             from fewbits.kernels import reference
 
             return reference.pack(fmt, codes, grid)
         import torch
 
-        entry = self._needed()
         specs = fmt.parts((codes.shape[0], codes.shape[1]))
         parts = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
         fields, stored = [_bytes(grid[name]) for name in entry.grid], [_bytes(parts[name]) for name in entry.parts]
@@ -133,6 +145,20 @@ def backend() -> str:
     )
 
 
+def fastest(written: Sequence[str]) -> str | None:
+    """Which of these instruction sets to use for work that is not a format's own: the fastest that runs here, and no faster than the one
+    that FEWBITS_KERNEL forces; None: torch."""
+    names = [name for name in (found.removeprefix("native-") for found in BACKENDS) if name != "reference"]
+    if (chosen := backend().removeprefix("native-")) == "reference":
+        return None
+    return next((name for name in names[names.index(chosen) :] if name in written), None)
+
+
+def forced() -> str | None:
+    """What FEWBITS_KERNEL forces, if it can run here; an error with a hint if it cannot."""
+    return _forced(wanted) if (wanted := os.environ.get(_FORCE)) else None
+
+
 def native() -> Any:
     """The native module itself; ask `native_missing` first."""
     return _native()
@@ -158,6 +184,8 @@ class _Entry(NamedTuple):
     runs_here: bool
     parts: list[str]
     grid: list[str]
+    multiplies: bool  # packed weights, with activations in int8
+    packs: bool
 
 
 @cache

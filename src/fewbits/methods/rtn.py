@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 
 
 def quantize(w: Tensor, fmt: Format, importance: Tensor | None = None, how: How = "search") -> Parts:
+    from fewbits.kernels import quantizing
+
     if fmt.levels is None:
         return fmt.pack(w, {})
+    if how == "search" and (parts := quantizing.quantize(fmt, w, importance)) is not None:
+        return parts
     grid = fmt.fit(w, importance, how=how)
     return kernels.pack(fmt, encode(w, fmt.levels, *fmt.affine(grid)), grid)
 

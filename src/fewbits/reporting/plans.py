@@ -61,7 +61,11 @@ def decided(decision: Decision) -> None:
         console.print(f"the best plan of this size: predicted KL {best.kl:.4f}")
     simple = decision.simple
     if simple is not None and simple is not plan and simple.kl and plan.kl:
-        more = f"{simple.kl / plan.kl:.1f} times the KL" if decision.limit is not None else f"{simple.nbytes / plan.nbytes:.2f} times the bytes"
+        more = (
+            f"{simple.kl / plan.kl:.1f} times the KL"
+            if decision.limit is not None
+            else f"{simple.nbytes / plan.nbytes:.2f} times the bytes"
+        )
         console.print(f"by thresholds: KL {simple.kl:.4f} at {size(simple.nbytes)}, {more}")
     elif simple is None and decision.limit is not None:
         console.print("by thresholds (4, 8 or 16 bits): nothing meets this budget")

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "avx2.h"
+#include "avx512.h"
 #include "kernels.h"
 
 namespace fewbits {
@@ -138,6 +138,10 @@ void visit_scalar(const FeedbackTile& tile, const FeedbackLevels& levels, size_t
 FEWBITS_AVX2 void visit_avx2(const FeedbackTile& tile, const FeedbackLevels& levels, size_t first, size_t count) {
   visit_strip(tile, levels, first, count);
 }
+
+FEWBITS_AVX512 void visit_avx512(const FeedbackTile& tile, const FeedbackLevels& levels, size_t first, size_t count) {
+  visit_strip(tile, levels, first, count);
+}
 #endif
 
 }  // namespace
@@ -146,6 +150,7 @@ size_t feedback_strips(size_t rows) { return (rows + kLanes - 1) / kLanes; }
 
 FeedbackVisit find_feedback(const char* isa) {
 #if defined(__x86_64__)
+  if (!std::strcmp(isa, "avx512") && has_avx512()) return visit_avx512;
   if (!std::strcmp(isa, "avx2") && has_avx2()) return visit_avx2;
 #endif
   return std::strcmp(isa, "scalar") ? nullptr : visit_scalar;

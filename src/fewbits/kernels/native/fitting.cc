@@ -1,6 +1,5 @@
-// The search of fitting/__init__.py for a scale. A trial takes eleven operations per weight, and q4_0 has some 50 of them.
-// Measured on q4_0 with AVX2 and an importance, the call from Python included: 18 ns per weight of 576 groups of 32 (torch: 400),
-// 17 of 8192 groups (torch: 160). iq4_nl, whose levels are looked up one lane at a time, takes 48 (torch: 450 and 200).
+// The search of fitting/long_rows.py for a scale: of hundreds of weights, whose sums 32 bits do not hold. A trial takes eleven
+// operations per weight; 8 bits have some 30 of them.
 #include "fitting.h"
 
 #include <nanobind/stl/optional.h>
@@ -8,7 +7,7 @@
 
 namespace fewbits {
 
-void register_fitting_min(nanobind::module_& m);  // fitting_min.cc
+void register_quantize(nanobind::module_& m);  // quantize.cc
 
 namespace fitting {
 namespace {
@@ -53,7 +52,6 @@ struct ScaleSearch {
   size_t place_count;
   const float* around;
   size_t around_count;
-  bool search;
 };
 
 template <typename Snap>
@@ -71,7 +69,6 @@ FEWBITS_INLINE F32x8 search_levels(const Tile& tile, const Snap& snap, const Sca
   F32x8 peak = -low > high ? low : high;
   if (given.one_end) peak = magnitude(peak);
   F32x8 best = float16_scale(peak / given.end);
-  if (!given.search) return best;
 
   F32x8 wanted = best, most = {};
   const size_t trials = given.place_count + given.around_count;
@@ -107,7 +104,7 @@ using SearchScale = void (*)(const Tile&, const ScaleSearch&, float* best);
 
 SearchScale find(const std::string& isa) {
 #if defined(__x86_64__)
-  if (isa == "avx2" && has_avx2()) return search_scale_avx2;
+  if ((isa == "avx2" || isa == "avx512") && has_avx2()) return search_scale_avx2;
 #endif
   if (isa == "scalar") return search_scale_scalar;
   throw std::invalid_argument("no " + isa + " kernel searches for scales here");
@@ -115,14 +112,13 @@ SearchScale find(const std::string& isa) {
 
 // `cells` are the levels of as many cells, half of them below zero, per_unit in one; none: consecutive integers, low to high.
 // False where a weight is NaN, and `scale` is void then.
-bool fit_scale(const std::string& isa, const Floats& x, const std::optional<Floats>& importance,
-               const std::optional<FloatList>& cells, float low, float high, float per_unit, float end, bool one_end,
-               const FloatList& places, const FloatList& around, bool search, FloatsInto scale, int threads) {
+bool fit_long_scale(const std::string& isa, const Floats& x, const std::optional<Floats>& importance,
+                    const std::optional<FloatList>& cells, float low, float high, float per_unit, float end, bool one_end,
+                    const FloatList& places, const FloatList& around, FloatsInto scale, int threads) {
   const SearchScale search_tile = find(isa);
   const Weights weights(x, importance);
   if (scale.shape(0) != weights.groups) throw std::invalid_argument("there is one scale for each group");
-  ScaleSearch given{nullptr,         low,   high, per_unit, end, one_end, places.data(), places.shape(0), around.data(),
-                    around.shape(0), search};
+  ScaleSearch given{nullptr, low, high, per_unit, end, one_end, places.data(), places.shape(0), around.data(), around.shape(0)};
   if (cells) {
     const size_t count = cells->shape(0);
     if (count < 2 || count % 2 || count > 1 << 20) throw std::invalid_argument("cells come in two halves, a million at most");
@@ -145,11 +141,11 @@ bool fit_scale(const std::string& isa, const Floats& x, const std::optional<Floa
 void register_fitting(nanobind::module_& m) {
   namespace nb = nanobind;
   // noconvert: an array that does not match must be refused; a silent copy would be written instead of the caller's memory.
-  m.def("fit_scale", &fitting::fit_scale, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("importance").noconvert().none(),
-        nb::arg("cells").noconvert().none(), nb::arg("low"), nb::arg("high"), nb::arg("per_unit"), nb::arg("end"),
-        nb::arg("one_end"), nb::arg("places").noconvert(), nb::arg("around").noconvert(), nb::arg("search"),
+  m.def("fit_long_scale", &fitting::fit_long_scale, nb::arg("isa"), nb::arg("x").noconvert(),
+        nb::arg("importance").noconvert().none(), nb::arg("cells").noconvert().none(), nb::arg("low"), nb::arg("high"),
+        nb::arg("per_unit"), nb::arg("end"), nb::arg("one_end"), nb::arg("places").noconvert(), nb::arg("around").noconvert(),
         nb::arg("scale").noconvert(), nb::arg("threads"));
-  register_fitting_min(m);
+  register_quantize(m);
 }
 
 }  // namespace fewbits

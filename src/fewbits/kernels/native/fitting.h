@@ -1,4 +1,4 @@
-// What the native searches of fitting/__init__.py share: tiles of groups, sums by folding, and rounding. The same operations in
+// What the native search of fitting/long_rows.py needs: tiles of groups, sums by folding, and rounding. The same operations in
 // the same order give the same bits as torch does.
 //
 // Layout: a tile is 8 groups, which are the lanes, by n weights; it stays in the first-level cache (n = 128: 8 KB, its weighting
@@ -78,9 +78,8 @@ struct Consecutive {
 struct Tile {
   size_t n;
   F32x8* x;
-  F32x8* centred;  // room for n more
   F32x8* weight;
-  F32x8* sums[3];
+  F32x8* sums[2];
 };
 
 FEWBITS_INLINE size_t ways_of(size_t n) { return n % 4 == 0 ? 4 : 2; }
@@ -215,12 +214,12 @@ bool for_tiles(const Weights& weights, int threads, const Work& work) {
   const size_t shares = shares_of(threads, most);
   std::atomic<bool> numbers = true;
   const auto share = [&](size_t i) {
-    const size_t half = n / 2, vectors = 3 * n + 3 * half;
+    const size_t half = n / 2, vectors = 2 * n + 2 * half;
     std::vector<float> room((vectors + 1) * kLanes);  // one more: it is aligned to 16 bytes only
     const size_t beyond = reinterpret_cast<uintptr_t>(room.data()) % sizeof(F32x8) / sizeof(float);
     F32x8* const start = reinterpret_cast<F32x8*>(room.data() + (beyond ? kLanes - beyond : 0));
-    F32x8* const sums = start + 3 * n;
-    const Tile tile{n, start, start + n, start + 2 * n, {sums, sums + half, sums + 2 * half}};
+    F32x8* const sums = start + 2 * n;
+    const Tile tile{n, start, start + n, {sums, sums + half}};
     if (weights.periods == 1) weights.load(0, tile);  // for the weighting, which later tiles share
     for (size_t t = tiles * i / shares; t < tiles * (i + 1) / shares && numbers; ++t) {
       if (weights.load(t * kLanes, tile))

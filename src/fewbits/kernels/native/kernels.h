@@ -1,6 +1,7 @@
 // What a kernel is, and the table that every kernel file adds itself to. No kernel is named anywhere but in its own file.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -10,7 +11,7 @@ namespace fewbits {
 
 static_assert(std::endian::native == std::endian::little, "packed weights are little-endian and read in place");
 
-constexpr int kAbi = 3;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
+constexpr int kAbi = 4;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
 constexpr size_t kMaxFields = 4;
 
 // One array of a packed weight or of its grid.
@@ -18,8 +19,9 @@ struct Field {
   const char* name = nullptr;
   size_t per_block = 0;  // bytes for each block of columns
   size_t per_row = 0;    // bytes for each row, besides
+  size_t bits = 0;       // bits for each block, filled up to whole bytes at the end of a row
 
-  size_t row_bytes(size_t blocks) const { return blocks * per_block + per_row; }
+  size_t row_bytes(size_t blocks) const { return blocks * per_block + per_row + (blocks * bits + 7) / 8; }
 };
 
 // How a row of a format lies in memory: its arrays in the order of Python's `Format.parts`, its grid in that of `Format.fit`.
@@ -28,24 +30,63 @@ struct Layout {
   size_t block;             // columns packed together: a row is a whole number of blocks
   Field parts[kMaxFields];  // unused ones have no name
   Field grid[kMaxFields];
+  size_t reach = 0;  // a scale's, where one reader serves several formats: 2^reach blocks of 32 columns
 };
 
 using RowOf = const uint8_t* const*;  // the current row of each field; nothing is aligned
 using RowInto = uint8_t* const*;
 
-using DecodeRow = void (*)(RowOf parts, size_t cols, float* out);
-using PackRow = void (*)(const uint8_t* codes, RowOf grid, size_t cols, RowInto parts);
+// `past`: write past the caches, where what is decoded does not fit them anyway; out is aligned to 32 bytes then.
+using DecodeRow = void (*)(const Layout&, RowOf parts, size_t cols, float* out, bool past);
+using PackRow = void (*)(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto parts);
+
+// One row of activations in int8 with a scale per 32 columns; columns beyond the row's end, to a multiple of 32, are zeros.
+struct ActivationRow {
+  const int8_t* q;
+  const float* scale;    // per 32 columns
+  const int32_t* zeros;  // per 32 columns: -zero * the sum of q, for the zero of the format's bytes
+  const float* sum_32;   // scale * the sum of q, per 32 columns
+  const float* sum_16;   // the same per 16
+};
+
+// A tile of weights as the integer units take it, whatever format they came from: w = scale * (byte - zero) + offset.
+constexpr size_t kPanelRows = 32, kPanelColumns = 512;
+struct Panel {
+  alignas(64) uint8_t bytes[kPanelColumns / 4][kPanelRows][4];
+  alignas(64) float scale[kPanelColumns / 16][kPanelRows];   // per 32 columns, or per 16
+  alignas(64) float offset[kPanelColumns / 16][kPanelRows];  // as the scales
+};
+using PanelRows = const std::array<const uint8_t*, kMaxFields>*;  // kPanelRows of them
+
+using DotRows = void (*)(const Layout&, const RowOf* parts, const ActivationRow& x, size_t cols, float* out);
+using FillPanel = void (*)(const Layout&, PanelRows rows, size_t first_column, size_t columns, size_t cols, Panel& panel);
+
+// What the bytes of a format are: all that a micro-kernel has to know of it.
+struct ByteTraits {
+  int bits = 0;  // they are below 2^bits; 0: the format has no integers to multiply with
+  int zero = 0;
+  bool by_16 = false;  // scales reach 16 columns
+  bool offsets = false;
+};
+
+struct Functions {
+  DecodeRow decode_row = nullptr;
+  PackRow pack_row = nullptr;  // may be null where another ISA of this format packs: packing happens once, decoding at every load
+  DotRows dot_row = nullptr;   // of one row; null, like all that follows, where a format has no integers
+  DotRows dot_four = nullptr;  // of four rows
+  FillPanel fill_panel = nullptr;
+  ByteTraits bytes = {};
+};
 
 // Constructing one, as a static of its own file, puts it into the table.
 struct Kernel {
   const Layout& layout;
-  const char* isa;  // "scalar", "avx2"
+  const char* isa;  // "scalar", "avx2", "avx512"
   bool (*runs_here)();
-  DecodeRow decode_row;
-  PackRow pack_row;  // may be null where another ISA of this format packs: packing happens once, decoding at every load
+  Functions of;
   const Kernel* next;
 
-  Kernel(const Layout& layout, const char* isa, bool (*runs_here)(), DecodeRow decode_row, PackRow pack_row = nullptr);
+  Kernel(const Layout& layout, const char* isa, bool (*runs_here)(), const Functions& functions);
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
 };

@@ -12,8 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "halves.h"
 #include "kernels.h"
+#include "matmul.h"
 #include "threads.h"
+#include "w8a8.h"
 
 namespace nb = nanobind;
 
@@ -25,6 +28,10 @@ using BytesInto = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cp
 using FloatsInto = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using FloatList = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using HalvesInto = nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using IntegersInto = nb::ndarray<int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using FloatListInto = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Integers = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ByteList = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Row pointers of up to kMaxFields arrays. Stride 0: one row that serves them all (a tensor-wide field).
@@ -89,14 +96,36 @@ void for_rows(size_t rows, size_t cols, int threads, const Work& work) {
   run_shares(shares, share);
 }
 
+constexpr size_t kPastTheCaches = 1 << 22;  // weights, 16 MB of them: reading them back comes from memory in any case
+
 void decode(const std::string& format, const std::string& isa, const std::vector<Bytes>& parts, FloatsInto out, int threads) {
   const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
   if (!kernel || !kernel->runs_here()) throw std::invalid_argument("no " + isa + " kernel decodes " + format + " here");
   const size_t rows = out.shape(0), cols = out.shape(1);
   const auto from = checked<const uint8_t>(kernel->layout, kernel->layout.parts, parts, rows, blocks_of(kernel->layout, cols));
   float* const into = out.data();
+  const bool past = rows * cols >= kPastTheCaches && cols % 8 == 0 && reinterpret_cast<uintptr_t>(into) % 32 == 0;
   nb::gil_scoped_release released;
-  for_rows(rows, cols, threads, [&](size_t row) { kernel->decode_row(from.at(row).data(), cols, into + row * cols); });
+  for_rows(rows, cols, threads,
+           [&](size_t row) { kernel->of.decode_row(kernel->layout, from.at(row).data(), cols, into + row * cols, past); });
+}
+
+// The same in 16 bits: a row at a time is decoded to float32, and rounded while it is in the cache.
+void decode_half(const std::string& format, const std::string& isa, const std::vector<Bytes>& parts, HalvesInto out,
+                 bool bfloat16, int threads) {
+  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
+  if (!kernel || !kernel->runs_here()) throw std::invalid_argument("no " + isa + " kernel decodes " + format + " here");
+  const size_t rows = out.shape(0), cols = out.shape(1);
+  const auto from = checked<const uint8_t>(kernel->layout, kernel->layout.parts, parts, rows, blocks_of(kernel->layout, cols));
+  const ToHalf to_half = find_to_half(bfloat16 ? Half::kBfloat16 : Half::kFloat16, kernel->isa);
+  uint16_t* const into = out.data();
+  nb::gil_scoped_release released;
+  for_rows(rows, cols, threads, [&](size_t row) {
+    thread_local std::vector<float> wide;
+    wide.resize(cols);
+    kernel->of.decode_row(kernel->layout, from.at(row).data(), cols, wide.data(), false);
+    to_half(wide.data(), cols, into + row * cols);
+  });
 }
 
 void pack(const std::string& format, const Bytes& codes, const std::vector<Bytes>& grid, const std::vector<BytesInto>& parts,
@@ -108,8 +137,45 @@ void pack(const std::string& format, const Bytes& codes, const std::vector<Bytes
   const auto into = checked<uint8_t>(kernel->layout, kernel->layout.parts, parts, rows, blocks);
   const uint8_t* const code = codes.data();
   nb::gil_scoped_release released;
-  for_rows(rows, cols, threads,
-           [&](size_t row) { kernel->pack_row(code + row * cols, from.at(row).data(), cols, into.at(row).data()); });
+  for_rows(rows, cols, threads, [&](size_t row) {
+    kernel->of.pack_row(kernel->layout, code + row * cols, from.at(row).data(), cols, into.at(row).data());
+  });
+}
+
+// x (rows, cols) times the weight (weights, cols) transposed -> out (rows, weights); `bias` has a row of one for each weight.
+void matmul(const std::string& format, const std::string& isa, const Floats& x, const std::vector<Bytes>& parts, FloatsInto out,
+            const std::optional<FloatList>& bias, int threads) {
+  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
+  if (!kernel || !kernel->runs_here() || !kernel->of.dot_row)
+    throw std::invalid_argument("no " + isa + " kernel multiplies by " + format + " here");
+  const size_t rows = x.shape(0), cols = x.shape(1), weights = out.shape(1);
+  if (out.shape(0) != rows || (bias && bias->shape(0) != weights))
+    throw std::invalid_argument("x, out and bias do not belong together");
+  const auto from = checked<const uint8_t>(kernel->layout, kernel->layout.parts, parts, weights, blocks_of(kernel->layout, cols));
+  const Product product{*kernel,  {from.start, from.stride},     rows,      cols, weights,
+                        x.data(), bias ? bias->data() : nullptr, out.data()};
+  nb::gil_scoped_release released;
+  if (rows && weights) multiply(product, threads);
+}
+
+// x (rows, cols) int8 times w (weights, cols) int8 transposed, exactly; then both scales, and the bias.
+void w8a8(const std::string& isa, const Integers& x, const FloatList& x_scale, const Integers& w, const FloatList& w_scale,
+          const std::optional<FloatList>& bias, FloatsInto out, int threads) {
+  const size_t rows = x.shape(0), cols = x.shape(1), weights = w.shape(0);
+  if (w.shape(1) != cols || x_scale.shape(0) != rows || w_scale.shape(0) != weights || (bias && bias->shape(0) != weights) ||
+      out.shape(0) != rows || out.shape(1) != weights)
+    throw std::invalid_argument("x, w, their scales, bias and out do not belong together");
+  const IntegerProduct product{
+      rows, cols, weights, x.data(), x_scale.data(), w.data(), w_scale.data(), bias ? bias->data() : nullptr, out.data()};
+  nb::gil_scoped_release released;
+  if (rows && weights) multiply_integers(isa.c_str(), product, threads);
+}
+
+void quantize_rows_to_int8(const std::string& isa, const Floats& x, IntegersInto codes, FloatListInto scale, int threads) {
+  if (codes.shape(0) != x.shape(0) || codes.shape(1) != x.shape(1) || scale.shape(0) != x.shape(0))
+    throw std::invalid_argument("x, its codes and scales do not belong together");
+  nb::gil_scoped_release released;
+  quantize_tokens(isa.c_str(), x.data(), x.shape(0), x.shape(1), codes.data(), scale.data(), threads);
 }
 
 template <typename Array>
@@ -148,18 +214,22 @@ void feedback(const std::string& isa, const Floats& targets, const Floats& weigh
            [&](size_t strip) { visit_feedback_strip(visit, tile, levels, strip); });
 }
 
-// (format, isa, runs here, part names, grid names) of every kernel.
+// (format, isa, runs here, part names, grid names, whether it multiplies, whether something packs) of every kernel.
 nb::list kernels() {
   nb::list found;
   for (const Kernel* k = first_kernel(); k; k = k->next)
-    found.append(nb::make_tuple(k->layout.format, k->isa, k->runs_here(), names(k->layout.parts), names(k->layout.grid)));
+    found.append(nb::make_tuple(k->layout.format, k->isa, k->runs_here(), names(k->layout.parts), names(k->layout.grid),
+                                k->of.dot_row != nullptr, find_packer(k->layout.format) != nullptr));
   return found;
 }
 
 }  // namespace
 
 void register_fitting(nb::module_& m);     // fitting.cc
+void register_attention(nb::module_& m);   // attention.cc
+void register_norm(nb::module_& m);        // norm.cc
 void register_statistics(nb::module_& m);  // statistics.cc
+void register_roofline(nb::module_& m);    // roofline.cc
 
 NB_MODULE(_native, m) {
   m.attr("ABI") = kAbi;
@@ -167,15 +237,26 @@ NB_MODULE(_native, m) {
   // noconvert: an array that does not match must be refused; a silent copy would be written instead of the caller's memory.
   m.def("decode", &decode, nb::arg("format"), nb::arg("isa"), nb::arg("parts").noconvert(), nb::arg("out").noconvert(),
         nb::arg("threads"));
+  m.def("decode_half", &decode_half, nb::arg("format"), nb::arg("isa"), nb::arg("parts").noconvert(), nb::arg("out").noconvert(),
+        nb::arg("bfloat16"), nb::arg("threads"));
   m.def("pack", &pack, nb::arg("format"), nb::arg("codes").noconvert(), nb::arg("grid").noconvert(), nb::arg("parts").noconvert(),
         nb::arg("threads"));
+  m.def("matmul", &matmul, nb::arg("format"), nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("parts").noconvert(),
+        nb::arg("out").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("threads"));
+  m.def("w8a8", &w8a8, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("x_scale").noconvert(), nb::arg("w").noconvert(),
+        nb::arg("w_scale").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("out").noconvert(), nb::arg("threads"));
+  m.def("quantize_tokens", &quantize_rows_to_int8, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("codes").noconvert(),
+        nb::arg("scale").noconvert(), nb::arg("threads"));
   m.def("feedback", &feedback, nb::arg("isa"), nb::arg("targets").noconvert(), nb::arg("weights").noconvert(),
         nb::arg("errors").noconvert(), nb::arg("codes").noconvert(), nb::arg("scale").noconvert(),
         nb::arg("offset").noconvert().none(), nb::arg("coupling").noconvert(), nb::arg("values"), nb::arg("boundaries"),
         nb::arg("value_codes"), nb::arg("by_code"), nb::arg("consecutive"), nb::arg("minus_zero"), nb::arg("keep"),
         nb::arg("threads"));
   register_fitting(m);
+  register_attention(m);
+  register_norm(m);
   register_statistics(m);
+  register_roofline(m);
 }
 
 }  // namespace fewbits

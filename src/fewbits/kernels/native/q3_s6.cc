@@ -1,86 +1,77 @@
 // A format of our own: 3-bit codes in one little-endian stream, 6-bit scales in another.
-#include "avx2.h"
-#include "kernels.h"
+#include "bitstream.h"
+#include "reading_neon.h"
+#include "reading_x86.h"
 
 namespace fewbits {
 namespace {
 
-namespace q3_s6 {
-
 struct Block {        // 256 weights, 3.25 bits each: w = d * scale * (q - 4), a scale per 32
   uint8_t d[2];       // float16 scale of the scales
-  uint8_t scales[6];  // eight 6-bit integers: number i begins at bit 6i
-  uint8_t codes[96];  // 3-bit codes: number i begins at bit 3i, so eight of them are three bytes
+  uint8_t scales[6];  // eight 6-bit integers
+  uint8_t codes[96];  // 3-bit codes
 };
 static_assert(sizeof(Block) == 104);
 
 constexpr Layout layout{"q3_s6", 256, {{"blocks", sizeof(Block)}}, {{"sub", 8}, {"d", 2}}};
 
-uint64_t stream_of_scales(const Block& block) {
-  uint64_t stream = 0;
-  std::memcpy(&stream, block.scales, sizeof block.scales);
-  return stream;
-}
-
-void decode_ref(RowOf parts, size_t cols, float* out) {
-  const auto* block = reinterpret_cast<const Block*>(parts[0]);
-  for (size_t b = 0; b < cols / 256; ++b, ++block, out += 256) {
-    const float d = float16_at(block->d);
-    const uint64_t scales = stream_of_scales(*block);
-    for (size_t i = 0; i < 32; ++i) {
-      const uint8_t* three_bytes = block->codes + 3 * i;
-      const int eight = three_bytes[0] | three_bytes[1] << 8 | three_bytes[2] << 16;
-      const float scale = d * static_cast<float>(static_cast<int>(scales >> (i / 4 * 6) & 63));
-      for (size_t j = 0; j < 8; ++j) out[8 * i + j] = scale * static_cast<float>((eight >> (3 * j) & 7) - 4);
-    }
-  }
-}
-
-void pack(const uint8_t* codes, RowOf grid, size_t cols, RowInto parts) {
+void pack(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto parts) {
   auto* block = reinterpret_cast<Block*>(parts[0]);
-  const uint8_t *sub = grid[0], *d = grid[1];
-  for (size_t b = 0; b < cols / 256; ++b, ++block, sub += 8, d += 2) {
-    std::memcpy(block->d, d, 2);
-    uint64_t scales = 0;
-    for (size_t i = 0; i < 8; ++i) scales |= static_cast<uint64_t>(sub[i]) << (6 * i);
-    std::memcpy(block->scales, &scales, sizeof block->scales);
-    for (size_t i = 0; i < 32; ++i, codes += 8) {
-      uint32_t eight = 0;
-      for (size_t j = 0; j < 8; ++j) eight |= static_cast<uint32_t>(codes[j]) << (3 * j);
-      std::memcpy(block->codes + 3 * i, &eight, 3);
-    }
+  for (size_t b = 0; b < cols / 256; ++b, ++block, codes += 256) {
+    std::memcpy(block->d, grid[1] + 2 * b, 2);
+    pack_stream<6>(grid[0] + 8 * b, 8, block->scales);
+    pack_stream<3>(codes, 256, block->codes);
   }
 }
 
-Kernel scalar{layout, "scalar", runs_everywhere, decode_ref, pack};
+struct Scalar {
+  static constexpr size_t kBlock = 256, kRun = 32, kBytes = sizeof(Block);
+  static constexpr int kBits = 3, kZero = 4;
+  static constexpr bool kOffsets = false;
+  const Block& block;
+
+  Scalar(const Layout&, RowOf parts, size_t b) : block(reinterpret_cast<const Block*>(parts[0])[b]) {}
+  const void* address() const { return &block; }
+
+  void scales(float* scale, float*) const {
+    const float d = float16_at(block.d);
+    for (size_t i = 0; i < 8; ++i) scale[i] = d * static_cast<float>(stream_code<6>(block.scales, i));
+  }
+
+  uint8_t byte(size_t j) const { return stream_code<3>(block.codes, j); }
+};
 
 #if defined(__x86_64__)
-// Eight levels fit one register, so each run of 32 makes a table of its eight values, and a weight costs a shift and a look-up:
-// vpermps reads the lowest three bits of a lane and ignores the rest, which is just what the shift leaves.
-FEWBITS_AVX2 void decode_avx2(RowOf parts, size_t cols, float* out) {
-  const auto* block = reinterpret_cast<const Block*>(parts[0]);
-  const __m256 level_f32x8 = _mm256_setr_ps(-4, -3, -2, -1, 0, 1, 2, 3);
-  // A word is read from one byte early, the block's own, because the last one would otherwise reach a byte past the weight.
-  const __m256i place_i32x8 = _mm256_setr_epi32(8, 11, 14, 17, 20, 23, 26, 29);
-  for (const float* end = out + cols; out != end; ++block) {
-    const float d = float16_at_avx2(block->d);
-    uint64_t scales = stream_of_scales(*block);
-    const uint8_t* word = reinterpret_cast<const uint8_t*>(block) + offsetof(Block, codes) - 1;
-    for (int run = 0; run < 8; ++run, scales >>= 6) {
-      const float scale = d * static_cast<float>(static_cast<int>(scales & 63));
-      const __m256 value_f32x8 = _mm256_mul_ps(_mm256_set1_ps(scale), level_f32x8);
-      for (int i = 0; i < 4; ++i, word += 3, out += 8) {
-        const __m256i code_i32x8 = _mm256_srlv_epi32(_mm256_set1_epi32(load<int32_t>(word)), place_i32x8);
-        _mm256_storeu_ps(out, _mm256_permutevar8x32_ps(value_f32x8, code_i32x8));
-      }
-    }
+struct Avx2 : Scalar {
+  using Scalar::Scalar;
+
+  FEWBITS_AVX2_INLINE void scales(float* scale, float*) const {
+    uint64_t stream = 0, bytes = 0;
+    std::memcpy(&stream, block.scales, sizeof block.scales);
+    for (int i = 0; i < 8; ++i) bytes |= (stream >> (6 * i) & 63) << (8 * i);
+    scale_8_signed(_mm_cvtsi64_si128(static_cast<int64_t>(bytes)), float16_at_avx2(block.d), scale);
   }
-}
 
-Kernel avx2{layout, "avx2", has_avx2, decode_avx2};
+  FEWBITS_AVX2_INLINE __m256i bytes(size_t i) const { return stream_bytes<3>(block.codes + 12 * i); }
+};
+Readers<Scalar, Avx2> readers{layout, pack};
+#elif defined(__aarch64__)
+struct Neon : Scalar {
+  using Scalar::Scalar;
+
+  FEWBITS_NEON_INLINE void scales(float* scale, float*) const {
+    uint64_t stream = 0, bytes = 0;
+    std::memcpy(&stream, block.scales, sizeof block.scales);
+    for (int i = 0; i < 8; ++i) bytes |= (stream >> (6 * i) & 63) << (8 * i);
+    scale_8(bytes, float16_at_neon(block.d), scale);
+  }
+
+  FEWBITS_NEON_INLINE uint8x16x2_t bytes(size_t i) const { return stream_bytes<3>(block.codes + 12 * i); }
+};
+Readers<Scalar, Neon> readers{layout, pack};
+#else
+Readers<Scalar> readers{layout, pack};
 #endif
-
-}  // namespace q3_s6
 
 }  // namespace
 }  // namespace fewbits

@@ -5,8 +5,8 @@ namespace fewbits {
 
 static constinit const Kernel* first = nullptr;  // set before any constructor runs, in whichever order files are initialised
 
-Kernel::Kernel(const Layout& layout, const char* isa, bool (*runs_here)(), DecodeRow decode_row, PackRow pack_row)
-    : layout(layout), isa(isa), runs_here(runs_here), decode_row(decode_row), pack_row(pack_row), next(first) {
+Kernel::Kernel(const Layout& layout, const char* isa, bool (*runs_here)(), const Functions& functions)
+    : layout(layout), isa(isa), runs_here(runs_here), of(functions), next(first) {
   first = this;
 }
 
@@ -20,7 +20,7 @@ const Kernel* find_kernel(const char* format, const char* isa) {
 
 const Kernel* find_packer(const char* format) {
   for (const Kernel* k = first; k; k = k->next)
-    if (!std::strcmp(k->layout.format, format) && k->pack_row && k->runs_here()) return k;
+    if (!std::strcmp(k->layout.format, format) && k->of.pack_row && k->runs_here()) return k;
   return nullptr;
 }
 

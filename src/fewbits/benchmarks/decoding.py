@@ -1,0 +1,120 @@
+"""`fewbits bench decode`: packed weights back to float32, in billions per second, against ggml's own functions on as many threads.
+
+The matrix fits a core's cache with its float32 output (4 MB), so that what is timed is the decoding and not the memory that it writes to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fewbits import kernels
+from fewbits.benchmarks import ggml, peers_ggml
+from fewbits.benchmarks.shapes import Packed, formats_of, packed
+from fewbits.benchmarks.timing import ROUNDS, Contender, Spread, interleaved, speedup, spread, within
+from fewbits.errors import InputError
+from fewbits.progress import Progress, silent
+
+FORMATS = ("q2_k", "q3_k", "q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs", "mxfp4", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0")
+SHAPE = (4096, 256)  # K, N
+
+
+@dataclass(frozen=True)
+class Row:
+    format: str
+    kernel: str
+    billion_weights_per_second: Spread
+    ggml_billion_weights_per_second: Spread | None  # None: without --peers, or ggml has no such type
+    speedup: Spread | None
+
+
+@dataclass(frozen=True)
+class DecodeBench:
+    k: int
+    n: int
+    threads: int
+    peer: str | None
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def bench_decode(
+    names: Sequence[str] = FORMATS,
+    shape: tuple[int, int] = SHAPE,
+    threads: int | None = None,
+    peers: bool = False,
+    rounds: int = 2 * ROUNDS + 1,
+    progress: Progress[Any] = silent,
+) -> DecodeBench:
+    fmts = formats_of(names)
+    for fmt in fmts:
+        if reason := fmt.fits((shape[1], shape[0])):
+            raise InputError(f"{fmt.name} cannot hold {shape[0]}x{shape[1]}: {reason}", "choose another `--shape`")
+    peer = f"{peers_ggml.version()}, {peers_ggml.features()}" if peers else None
+    before = torch.get_num_threads()
+    threads = threads or before
+    torch.set_num_threads(threads)
+    try:
+        steps = progress(fmts, len(fmts), "timing decoders")
+        rows = tuple(_row(packed(fmt, (shape[1], shape[0])), threads, peers, rounds) for fmt in steps)
+    finally:
+        torch.set_num_threads(before)
+    return DecodeBench(*shape, threads, peer, rows)
+
+
+class GgmlDecoder:
+    """ggml's dequantize_row, on rows split among threads, into memory that is there already."""
+
+    def __init__(self, weight: Packed, threads: int) -> None:
+        rows, cols = weight.shape
+        self._stored = np.ascontiguousarray(weight.parts["blocks"].numpy())
+        self.out = torch.empty(weight.shape)
+        self._decode = getattr(ggml.library(), f"dequantize_row_{peers_ggml.SPELLED[weight.fmt.name]}")
+        self._decode.restype, self._decode.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        shares = np.array_split(np.arange(rows), min(threads, rows))
+        row_bytes = self._stored.nbytes // rows
+        self._calls = [
+            (self._stored.ctypes.data + int(own[0]) * row_bytes, self.out.data_ptr() + int(own[0]) * cols * 4, len(own) * cols)
+            for own in shares
+        ]
+        self._pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+
+    def __call__(self, _: int) -> Tensor:
+        others = [self._pool.submit(self._decode, *call) for call in self._calls[1:]] if self._pool else []
+        self._decode(*self._calls[0])
+        for other in others:
+            other.result()
+        return self.out
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown()
+
+
+def _row(weight: Packed, threads: int, peers: bool, rounds: int) -> Row:
+    kernel = kernels.bind(weight.fmt, weight.shape)
+    wanted = weight.decoded(torch.arange(weight.shape[0])).float()
+    if not torch.equal(kernel.decode(weight.parts, weight.shape), wanted):
+        raise InputError(f"{kernel.backend} decodes {weight.fmt.name} to other values than the reference", "report this: it is a bug")
+    contenders = [Contender("fewbits", lambda _: kernel.decode(weight.parts, weight.shape))]
+    peer = GgmlDecoder(weight, threads) if peers and weight.fmt.name in peers_ggml.SPELLED else None
+    if peer:
+        contenders.append(Contender("ggml", peer))
+        assert torch.allclose(peer(0), wanted, rtol=2.0**-22, atol=0.0), weight.fmt.name  # it rounds a product twice at most
+    timed = interleaved(contenders, rounds, threads)
+    if peer:
+        peer.close()
+    weights = weight.shape[0] * weight.shape[1]
+    speeds = [spread(within([weights / seconds / 1e9 for seconds in each.rounds], each.quiet)) for each in timed]
+    return Row(
+        weight.fmt.name, kernel.backend, speeds[0], speeds[1] if peer else None, speedup(timed[0], timed[1]) if peer else None
+    )  # fmt: skip

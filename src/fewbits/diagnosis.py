@@ -1,0 +1,92 @@
+"""What runs here: the processor's instruction sets, the kernels of each, runtimes and their versions; what is missing, and how to get it.
+Nothing is imported to find out but the native module itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+from fewbits import formats, kernels
+
+# package: what it is for, how it is got
+_PACKAGES = {
+    "torch": ("opens, calibrates and runs models", "pip install fewbits"),
+    "transformers": ("model code and tokenizers", "pip install fewbits"),
+    "gguf": ("writes GGUF files", "pip install fewbits"),
+    "xllamacpp": ("runs GGUF files in llama.cpp, to verify them", "pip install fewbits[llamacpp]"),
+    "onnx": ("writes ONNX files", "pip install fewbits[onnx]"),
+    "onnxruntime": ("runs ONNX files, to verify them", "pip install fewbits[onnx]"),
+    "pyarrow": ("reads calibration data in Parquet files", "pip install fewbits[parquet]"),
+}
+
+
+@dataclass(frozen=True)
+class Package:
+    name: str
+    version: str | None  # None: not installed
+    purpose: str
+    get: str
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    formats: int  # that it serves here
+    multiplies: int  # of which it multiplies packed weights
+    missing: str | None  # why it does not run
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    fewbits: str
+    python: str
+    system: str
+    processors: int
+    memory: int | None
+    native_missing: str | None
+    forced: str | None  # FEWBITS_KERNEL
+    backends: tuple[Backend, ...]
+    packages: tuple[Package, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diagnose() -> Diagnosis:
+    return Diagnosis(
+        fewbits=metadata.version("fewbits"),
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        processors=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        memory=_memory(),
+        native_missing=kernels.native_missing(),
+        forced=kernels.forced(),
+        backends=tuple(_backend(name) for name in kernels.BACKENDS),
+        packages=tuple(Package(name, _version(name), *about) for name, about in _PACKAGES.items()),
+    )
+
+
+def _backend(name: str) -> Backend:
+    all_of_it = [kernels.Kernel(fmt, name) for fmt in formats.all()]
+    here = [kernel for kernel in all_of_it if kernel.runs_here() is None]
+    # a format without integers (a cast) has no native kernel: the reason that counts is that of one that has
+    reason = None if here else kernels.Kernel("q4_0", name).runs_here()
+    return Backend(name, len(here), sum(kernel.multiplies for kernel in here), reason)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None

@@ -1,0 +1,190 @@
+// One row of activations streams the packed bytes, row of weights by row of weights. Many rows unpack a tile of weights once,
+// into a panel that stays in the first-level cache, and multiply it with all of them.
+#include "matmul.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "activations.h"
+#include "panels.h"
+#include "threads.h"
+
+namespace fewbits {
+namespace {
+
+constexpr size_t kFewRows = 1;               // up to here the packed bytes are read once for each row of activations
+constexpr size_t kWorthAThread = 1 << 15;    // products; a thread of the pool begins within a microsecond or two
+constexpr size_t kBytesAtATime = 128 << 10;  // of weights, for one visit of a thread: it may be slower than its neighbours
+
+// Rows of activations in int8, as activations.h makes them. The arrays stay from call to call: a decode step makes hundreds of
+// them.
+struct Rows {
+  size_t blocks = 0;
+  std::vector<int8_t> q;
+  std::vector<float> scale;
+  std::vector<int32_t> sums;  // of 16 columns
+
+  void fill(const Product& product, int threads) {
+    const size_t padded = padded_columns(product.cols);
+    blocks = padded / 32;
+    q.resize(product.rows * padded);
+    scale.resize(product.rows * blocks);
+    sums.resize(product.rows * blocks * 2);
+    QuantizedRows into{product.rows, product.cols, padded, q.data(), scale.data(), sums.data()};
+    quantize_rows(product.kernel.isa, product.x, product.rows, product.cols, into, threads);
+  }
+};
+
+// Visits of a thread: whoever is free takes the next. What each computes does not depend on who does it.
+template <typename Visit>
+void for_visits(size_t visits, size_t products, int threads, const Visit& visit) {
+  const size_t shares = shares_of(threads, std::min(visits, std::max<size_t>(1, products / kWorthAThread)));
+  std::atomic<size_t> next = 0;
+  run_shares(shares, [&](size_t) {
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < visits;) visit(i);
+  });
+}
+
+// What the dot products of one row need besides: sums of its blocks.
+struct RowSums {
+  std::vector<int32_t> zeros;
+  std::vector<float> sum_32, sum_16;
+
+  ActivationRow fill(const Rows& rows, size_t row, int zero) {
+    const size_t first = row * rows.blocks;
+    zeros.resize(rows.blocks);
+    sum_32.resize(rows.blocks);
+    sum_16.resize(2 * rows.blocks);
+    for (size_t b = 0; b < rows.blocks; ++b) {
+      const float scale = rows.scale[first + b];
+      const int32_t low = rows.sums[2 * (first + b)], high = rows.sums[2 * (first + b) + 1];
+      zeros[b] = -zero * (low + high);
+      sum_32[b] = scale * static_cast<float>(low + high);
+      sum_16[2 * b] = scale * static_cast<float>(low);
+      sum_16[2 * b + 1] = scale * static_cast<float>(high);
+    }
+    return {rows.q.data() + 32 * first, rows.scale.data() + first, zeros.data(), sum_32.data(), sum_16.data()};
+  }
+};
+
+void stream_row(const Product& product, const ActivationRow& x, size_t row, int threads) {
+  size_t row_bytes = 0;
+  for (const size_t stride : product.weight.stride) row_bytes += stride;
+  // four streams of rows, each several pages long
+  const size_t length = std::max<size_t>(1, kBytesAtATime / std::max<size_t>(1, row_bytes) / 4), at_a_time = 4 * length;
+  const size_t visits = (product.weights + at_a_time - 1) / at_a_time;
+  const Functions& of = product.kernel.of;
+  float* const out = product.out + row * product.weights;
+  for_visits(visits, product.weights * product.cols, threads, [&](size_t visit) {
+    const size_t first = visit * at_a_time, count = std::min(at_a_time, product.weights - first), apart = count / 4;
+    std::array<const uint8_t*, kMaxFields> parts[4];
+    const RowOf four[4] = {parts[0].data(), parts[1].data(), parts[2].data(), parts[3].data()};
+    float sums[4];
+    const auto keep = [&](size_t w, float sum) { out[w] = product.bias ? sum + product.bias[w] : sum; };
+    for (size_t i = 0; i < apart; ++i) {
+      for (size_t k = 0; k < 4; ++k) parts[k] = product.weight.at(first + k * apart + i);
+      of.dot_four(product.kernel.layout, four, x, product.cols, sums);
+      for (size_t k = 0; k < 4; ++k) keep(first + k * apart + i, sums[k]);
+    }
+    for (size_t w = first + 4 * apart; w < first + count; ++w) {
+      parts[0] = product.weight.at(w);
+      of.dot_row(product.kernel.layout, four, x, product.cols, sums);
+      keep(w, sums[0]);
+    }
+  });
+}
+
+constexpr size_t kPanelBlocks = kPanelColumns / 32;
+
+// Activations as the micro-kernels read them: for the columns of one panel after the other, tiles of a few rows, so that memory
+// is read from front to back.
+struct Tiles {
+  size_t rows = 0, blocks = 0, units = 0, rows_each = 0;
+  std::vector<int8_t> q;
+  std::vector<float> scale, sums;
+  std::vector<int32_t> zeros;
+
+  size_t rows_of(size_t first) const { return std::min(rows_each, rows - first); }
+  size_t blocks_of(size_t block) const { return std::min(kPanelBlocks, blocks - block); }
+
+  // Where the tile of rows from `first` has its blocks from `block`, the first of a panel.
+  size_t place(size_t first, size_t block) const { return rows * block + first * blocks_of(block); }
+
+  ActivationTile at(size_t first, size_t block) const {
+    const size_t here = place(first, block);
+    return {rows_of(first), &q[32 * here], &scale[here], &zeros[units * here], &sums[units * here]};
+  }
+
+  void fill(const Rows& from, size_t count, size_t most, const ByteTraits& bytes, int threads) {
+    const size_t tiles = (count + most - 1) / most;
+    rows = count;
+    blocks = from.blocks;
+    units = bytes.by_16 ? 2 : 1;
+    rows_each = (count + tiles - 1) / tiles;  // as equal as they can be
+    q.resize(from.q.size());
+    scale.resize(from.scale.size());
+    sums.resize(units * from.scale.size());
+    zeros.resize(units * from.scale.size());
+    for_visits((count + rows_each - 1) / rows_each, from.q.size() / 4, threads, [&](size_t tile) {
+      const size_t first = tile * rows_each, n = rows_of(first);
+      for (size_t block = 0; block < blocks; ++block) {
+        const size_t start = block / kPanelBlocks * kPanelBlocks, into = place(first, start) + (block - start) * n;
+        for (size_t r = 0; r < n; ++r) take(from, (first + r) * blocks + block, into, n, r, bytes.zero);
+      }
+    });
+  }
+
+ private:
+  void take(const Rows& from, size_t block, size_t into, size_t n, size_t r, int zero) {
+    for (size_t step = 0; step < 8; ++step) std::memcpy(&q[32 * into + (step * n + r) * 4], &from.q[32 * block + 4 * step], 4);
+    scale[into + r] = from.scale[block];
+    for (size_t unit = 0; unit < units; ++unit) {
+      const int32_t sum = units == 2 ? from.sums[2 * block + unit] : from.sums[2 * block] + from.sums[2 * block + 1];
+      zeros[units * into + unit * n + r] = -zero * sum;
+      sums[units * into + unit * n + r] = from.scale[block] * static_cast<float>(sum);
+    }
+  }
+};
+
+void multiply_panels(const Product& product, const Rows& rows, int threads) {
+  thread_local Tiles tiles_of_thread;
+  Tiles& tiles = tiles_of_thread;
+  const ByteTraits& bytes = product.kernel.of.bytes;
+  const MicroKernel micro = find_micro_kernel(product.kernel.isa, bytes);
+  tiles.fill(rows, product.rows, micro.rows, bytes, threads);
+  const size_t visits = (product.weights + kPanelRows - 1) / kPanelRows;
+  for_visits(visits, product.rows * product.weights * product.cols, threads, [&](size_t visit) {
+    thread_local const std::unique_ptr<Panel> panel = std::make_unique<Panel>();
+    thread_local std::vector<float> sums;  // rows of the product lie pages apart: they are summed side by side, and written once
+    sums.resize(product.rows * kPanelRows);
+    const size_t first = visit * kPanelRows, count = std::min(kPanelRows, product.weights - first);
+    std::array<const uint8_t*, kMaxFields> weights[kPanelRows];
+    for (size_t i = 0; i < kPanelRows; ++i) weights[i] = product.weight.at(first + std::min(i, count - 1));
+    for (size_t block = 0; block < tiles.blocks; block += kPanelBlocks) {
+      const size_t blocks = tiles.blocks_of(block);
+      product.kernel.of.fill_panel(product.kernel.layout, weights, 32 * block, 32 * blocks, product.cols, *panel);
+      for (size_t row = 0; row < product.rows; row += tiles.rows_each)
+        micro.multiply(*panel, bytes, tiles.at(row, block), blocks, block != 0, sums.data() + row * kPanelRows);
+    }
+    for (size_t row = 0; row < product.rows; ++row) {
+      float* const out = product.out + row * product.weights + first;
+      const float *sum = sums.data() + row * kPanelRows, *bias = product.bias ? product.bias + first : nullptr;
+      for (size_t w = 0; w < count; ++w) out[w] = bias ? sum[w] + bias[w] : sum[w];
+    }
+  });
+}
+
+}  // namespace
+
+void multiply(const Product& product, int threads) {
+  thread_local Rows rows;
+  rows.fill(product, threads);
+  if (product.rows > kFewRows) return multiply_panels(product, rows, threads);
+  thread_local RowSums sums;
+  for (size_t row = 0; row < product.rows; ++row)
+    stream_row(product, sums.fill(rows, row, product.kernel.of.bytes.zero), row, threads);
+}
+
+}  // namespace fewbits

@@ -1,0 +1,131 @@
+// A reader is all that a format has to write: how a block of a row becomes bytes, scales and offsets,
+//
+//     w = scale[run] * (byte - kZero) + offset[run]
+//
+// and from that these templates make decoding, the product of one row and the panels of a product of many. A reader is
+//
+//     struct Scalar {
+//       static constexpr size_t kBlock, kRun;    // columns of a block, a multiple of 32; columns under one scale: 16, or 32 and
+//       more static constexpr int kBits, kZero;       // bytes are below 2^kBits static constexpr bool kOffsets; Scalar(const
+//       Layout&, RowOf parts, size_t block); void scales(float* scale, float* offset) const;  // kBlock / kRun of each uint8_t
+//       byte(size_t j) const;                    // of column j of the block
+//     };
+//
+// and its twin for AVX2, which gives 32 columns at once: __m256i bytes(size_t i).
+#pragma once
+
+#include <algorithm>
+
+#include "kernels.h"
+
+namespace fewbits {
+
+// Formats with a scale for the whole row may end inside a block. Their readers take the codes' address apart from the other
+// arrays, so that the last, broken block can be read from a copy that is padded.
+template <typename Reader>
+concept Ragged = requires { Reader::kBlockBytes; };
+
+// Formats of floats tell zero from minus zero, which integers do not: decoding asks for the sign, products need none.
+template <typename Reader>
+concept SignedZeros = requires { Reader::kSignedZeros; };
+
+template <typename Reader>
+constexpr size_t runs_of() {
+  return std::max<size_t>(1, Reader::kBlock / Reader::kRun);
+}
+
+template <typename Reader>
+constexpr ByteTraits bytes_of() {
+  return {Reader::kBits, Reader::kZero, Reader::kRun == 16, Reader::kOffsets};
+}
+
+template <typename Reader>
+size_t blocks_in(size_t cols) {
+  return (cols + Reader::kBlock - 1) / Reader::kBlock;
+}
+
+// Scales of a run as the panels and the dot products want them: one for each 32 columns, or 16.
+template <typename Reader>
+constexpr size_t run_of(size_t unit) {
+  return unit * (Reader::kRun == 16 ? 16 : 32) / std::min(Reader::kRun, Reader::kBlock);
+}
+
+template <typename Reader>
+void decode_row_scalar(const Layout& layout, RowOf parts, size_t cols, float* out, bool) {
+  float scale[runs_of<Reader>()], offset[runs_of<Reader>()];
+  for (size_t b = 0; b < blocks_in<Reader>(cols); ++b) {
+    const Reader block(layout, parts, b);
+    block.scales(scale, offset);
+    const size_t first = b * Reader::kBlock, count = std::min(Reader::kBlock, cols - first);
+    for (size_t j = 0; j < count; ++j) {
+      const size_t run = j / std::min(Reader::kRun, Reader::kBlock);
+      float value = scale[run] * static_cast<float>(block.byte(j) - Reader::kZero);
+      if constexpr (SignedZeros<Reader>)
+        if (block.minus_zero(j) && value == 0) value = -value;
+      out[first + j] = Reader::kOffsets ? value + offset[run] : value;
+    }
+  }
+}
+
+template <typename Reader>
+float dot_row_scalar(const Layout& layout, RowOf parts, const ActivationRow& x, size_t cols) {
+  constexpr size_t kUnit = Reader::kRun == 16 ? 16 : 32;
+  float scale[runs_of<Reader>()], offset[runs_of<Reader>()], total = 0;
+  for (size_t b = 0; b < blocks_in<Reader>(cols); ++b) {
+    const Reader block(layout, parts, b);
+    block.scales(scale, offset);
+    const size_t first = b * Reader::kBlock, count = std::min(Reader::kBlock, cols - first);
+    for (size_t j = 0; j < count; j += kUnit) {
+      const size_t run = j / std::min(Reader::kRun, Reader::kBlock), column = first + j;
+      int32_t sum = 0;
+      for (size_t k = j; k < std::min(j + kUnit, count); ++k) sum += (block.byte(k) - Reader::kZero) * x.q[first + k];
+      total += scale[run] * x.scale[column / 32] * static_cast<float>(sum);
+      if constexpr (Reader::kOffsets) total += offset[run] * (kUnit == 16 ? x.sum_16 : x.sum_32)[column / kUnit];
+    }
+  }
+  return total;
+}
+
+template <typename Reader, size_t kRows>
+void dot_rows_scalar(const Layout& layout, const RowOf* parts, const ActivationRow& x, size_t cols, float* out) {
+  for (size_t row = 0; row < kRows; ++row) out[row] = dot_row_scalar<Reader>(layout, parts[row], x, cols);
+}
+
+template <typename Reader>
+void fill_panel_scalar(const Layout& layout, PanelRows rows, size_t first_column, size_t columns, size_t cols, Panel& panel) {
+  constexpr size_t kUnit = Reader::kRun == 16 ? 16 : 32;
+  float scale[runs_of<Reader>()], offset[runs_of<Reader>()];
+  for (size_t row = 0; row < kPanelRows; ++row) {
+    for (size_t start = 0; start < columns; start += Reader::kBlock) {
+      const Reader block(layout, rows[row].data(), (first_column + start) / Reader::kBlock);
+      block.scales(scale, offset);
+      const size_t count = std::min(Reader::kBlock, cols - first_column - start);
+      for (size_t j = 0; j < Reader::kBlock; ++j)
+        panel.bytes[(start + j) / 4][row][(start + j) % 4] = j < count ? block.byte(j) : 0;
+      for (size_t unit = 0; unit < Reader::kBlock / kUnit; ++unit) {
+        panel.scale[start / kUnit + unit][row] = scale[run_of<Reader>(unit)];
+        if constexpr (Reader::kOffsets) panel.offset[start / kUnit + unit][row] = offset[run_of<Reader>(unit)];
+      }
+    }
+  }
+}
+
+template <typename Reader>
+constexpr Functions scalar_functions(PackRow pack_row) {
+  return {decode_row_scalar<Reader>, pack_row,          dot_rows_scalar<Reader, 1>, dot_rows_scalar<Reader, 4>,
+          fill_panel_scalar<Reader>, bytes_of<Reader>()};
+}
+
+// One format with its readers, the scalar one first: its rows in the table of kernels. reading_x86.h adds those of x86-64.
+template <typename... EachReader>
+struct Readers;
+
+template <typename Scalar>
+struct Readers<Scalar> {
+  Kernel scalar;
+
+  Readers(const Layout& layout, PackRow pack_row)
+      : scalar(layout, "scalar", runs_everywhere, scalar_functions<Scalar>(pack_row)) {}
+};
+
+}  // namespace fewbits
