@@ -28,12 +28,12 @@ lint: .venv/ready
 	$(BIN)/ruff check src tests tools
 	$(BIN)/ruff format --check src tests tools
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h)
+	$(BIN)/clang-format --dry-run -Werror $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h src/fewbits/kernels/native/*.inc tests/native/*.cc tests/native/*.h)
 
 format: .venv/ready
 	$(BIN)/ruff check --fix src tests tools
 	$(BIN)/ruff format src tests tools
-	$(BIN)/clang-format -i $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h)
+	$(BIN)/clang-format -i $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h src/fewbits/kernels/native/*.inc tests/native/*.cc tests/native/*.h)
 
 wheel: .venv/ready
 	rm -rf dist

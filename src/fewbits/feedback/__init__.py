@@ -107,7 +107,8 @@ def width(fmt: Format, cols: int) -> int:
 def _backend(dtype: torch.dtype, native: bool | None) -> str:
     if native is False or (native is None and dtype != torch.float32):
         return "reference"
-    found = kernels.backend()
+    isa = kernels.fastest(("avx512", "avx2", "scalar"))
+    found = f"native-{isa}" if isa else "reference"
     if native and dtype != torch.float32:
         raise InputError(f"the native loop computes in float32, not in {dtype}", "leave `native` to its default")
     if native and found == "reference":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -38,16 +37,12 @@ class Units:
 
 def isa() -> str | None:
     """The instruction set whose searches run: the best there is, or the one that FEWBITS_KERNEL forces; None: torch's."""
-    backend = kernels.backend()
-    if backend == "reference":
-        return None
-    return backend.removeprefix("native-") if os.environ.get("FEWBITS_KERNEL") else _best_isa()
+    return kernels.fastest(_searches()) if kernels.backend() != "reference" else None
 
 
 @cache
-def _best_isa() -> str:
-    found: str = kernels.native().search_isas()[0]
-    return found
+def _searches() -> tuple[str, ...]:
+    return tuple(kernels.native().search_isas())
 
 
 def keeps_all(store: Store) -> bool:

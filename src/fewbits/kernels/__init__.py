@@ -2,7 +2,7 @@
 
 `native-*` are C++ (native/*.cc: one file per family, which is its own registration); `reference` is torch and serves any format.
 All pack and decode to the same bits. A product rounds its activations to int8, 32 columns under a scale, unless it is asked to be
-exact. FEWBITS_KERNEL=reference, scalar, avx2 or avx512 forces one wherever a format has it.
+exact. FEWBITS_KERNEL=reference, scalar, neon, avx2 or avx512 forces one wherever a format has it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fewbits.formats import Grid, Parts
 
-BACKENDS = ("native-avx512", "native-avx2", "native-scalar", "reference")  # fastest first
+BACKENDS = ("native-avx512", "native-avx2", "native-neon", "native-scalar", "reference")  # fastest first
 _ABI = 4  # native/kernels.h holds the same number
 _FORCE = "FEWBITS_KERNEL"
 
@@ -41,6 +41,8 @@ class Kernel:
         if missing := native_missing():
             return missing
         if (entry := self._entry()) is None:
+            if not any(row.isa == self._isa for row in _table().values()):
+                return f"{self._isa} is of other processors than this module was built for"
             return f"no {self._isa} kernel is written for {self.format}"
         return None if entry.runs_here else f"this processor has no {self._isa}"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fewbits import kernels
 
-_ISAS = ("avx512", "avx2", "scalar")
+_ISAS = ("avx512", "avx2", "neon", "scalar")
 MOST_COLUMNS = 65536  # as native/w8a8.h: the sums of more could pass 32 bits
 
 

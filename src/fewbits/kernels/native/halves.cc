@@ -24,7 +24,7 @@ uint16_t float16_of(float value) {
   if (size >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);                        // 65520 and more
   if (size < 0x38800000)  // below 2^-14: the steps of [0.5, 1) are those of float16's subnormals
     return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(std::bit_cast<float>(size) + 0.5f) - 0x3f000000));
-  return static_cast<uint16_t>(sign | ((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10));
+  return static_cast<uint16_t>(sign | (((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10)));
 }
 
 void float16_scalar(const float* x, size_t count, uint16_t* out) {

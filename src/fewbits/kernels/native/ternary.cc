@@ -97,8 +97,10 @@ void pack(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto 
   for (size_t b = 0; b < cols / 256; ++b, ++block, codes += 256) {
     uint32_t number[52] = {};
     for (size_t j = 0; j < 256; ++j) number[place_of(j).byte] += codes[j] * kPowers[4 - place_of(j).digit];
-    for (size_t l = 0; l < 52; ++l)
-      (l < 48 ? block->five[l] : block->four[l - 48]) = static_cast<uint8_t>((number[l] * 256 + 242) / 243);
+    uint8_t bytes[52];
+    for (size_t l = 0; l < 52; ++l) bytes[l] = static_cast<uint8_t>((number[l] * 256 + 242) / 243);
+    std::memcpy(block->five, bytes, 48);
+    std::memcpy(block->four, bytes + 48, 4);
     std::memcpy(block->d, grid[0] + 2 * b, 2);
   }
 }
