@@ -259,6 +259,18 @@ def test_the_native_module_itself_refuses_wrong_arrays(kernel: Kernel) -> None:
             native.decode(fmt.name, isa, stored, np.zeros((2, fmt.block + 1), np.float32), 1)
 
 
+def test_decode_writes_into_memory_that_is_there() -> None:
+    fmt, shape = formats.get("q4_k"), (5, 512)
+    parts = random_bytes(fmt, shape)
+    for kernel in kernels.available(fmt):
+        out = torch.zeros(shape)
+        assert kernel.decode(parts, shape, out=out) is out and torch.equal(bits(out), bits(reference.decode(fmt, parts)))
+    native = kernels.available(fmt)[0]
+    for wrong in (torch.zeros(5, 511), torch.zeros(5, 512, dtype=torch.float64), torch.zeros(512, 5).T):
+        with pytest.raises(ValueError, match="5 x 512"):
+            native.decode(parts, shape, out=wrong)
+
+
 def test_a_scale_for_the_whole_weight_serves_every_row() -> None:
     fmt, shape = formats.get("int8_channel"), (5, 64)
     parts = random_bytes(fmt, shape)

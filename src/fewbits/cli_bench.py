@@ -156,7 +156,7 @@ def quantize(
 @bench.command()
 def decode(
     format: FormatNames = None,
-    shape: OneShape = "4096x256",
+    shape: OneShape = "4096x4096",
     threads: Threads = None,
     peers: Peers = False,
     rounds: Rounds = 15,

@@ -23,7 +23,7 @@ from fewbits.errors import InputError
 from fewbits.progress import Progress, silent
 
 FORMATS = ("q2_k", "q3_k", "q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs", "mxfp4", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0")
-SHAPE = (4096, 256)  # K, N
+SHAPE = (4096, 4096)  # K, N: more than the caches hold, as a real weight is
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def _row(weight: Packed, threads: int, peers: bool, rounds: int) -> Row:
     wanted = weight.decoded(torch.arange(weight.shape[0])).float()
     if not torch.equal(kernel.decode(weight.parts, weight.shape), wanted):
         raise InputError(f"{kernel.backend} decodes {weight.fmt.name} to other values than the reference", "report this: it is a bug")
-    contenders = [Contender("fewbits", lambda _: kernel.decode(weight.parts, weight.shape))]
+    out = torch.empty(weight.shape)  # memory that is there already, as ggml has it
+    contenders = [Contender("fewbits", lambda _: kernel.decode(weight.parts, weight.shape, out=out))]
     peer = GgmlDecoder(weight, threads) if peers and weight.fmt.name in peers_ggml.SPELLED else None
     if peer:
         contenders.append(Contender("ggml", peer))

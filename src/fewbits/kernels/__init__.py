@@ -50,17 +50,20 @@ class Kernel:
         """Why it cannot take a weight of this shape; None if it can."""
         return formats.get(self.format).fits(shape)
 
-    def decode(self, parts: Parts, shape: Shape, dtype: str = "float32") -> Tensor:  # -> (rows, cols)
-        """dtype: float32, or what that is rounded to: float16 or bfloat16."""
+    def decode(self, parts: Parts, shape: Shape, dtype: str = "float32", out: Tensor | None = None) -> Tensor:  # -> (rows, cols)
+        """dtype: float32, or what that is rounded to: float16 or bfloat16. out: where to write; new memory costs as much as decoding."""
         import torch
 
         fmt, wanted = formats.get(self.format), getattr(torch, dtype)
         if self.backend == "reference":
             from fewbits.kernels import reference
 
-            return reference.decode(fmt, parts).to(wanted)
+            w = reference.decode(fmt, parts).to(wanted)
+            return w if out is None else out.copy_(w)
         entry = self._needed()
-        w = torch.empty(shape, dtype=wanted)
+        w = torch.empty(shape, dtype=wanted) if out is None else out
+        if w.shape != shape or w.dtype != wanted or not w.is_contiguous():
+            raise ValueError(f"out must be {dtype}, contiguous and {shape[0]} x {shape[1]}")
         stored = [_bytes(parts[name]) for name in entry.parts]
         if dtype == "float32":
             _native().decode(self.format, self._isa, stored, w.numpy(), torch.get_num_threads())

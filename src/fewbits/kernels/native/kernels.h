@@ -36,7 +36,7 @@ struct Layout {
 using RowOf = const uint8_t* const*;  // the current row of each field; nothing is aligned
 using RowInto = uint8_t* const*;
 
-// `past`: write past the caches, where what is decoded does not fit them anyway; out is aligned to 32 bytes then.
+// `past`: write past the caches, where what is decoded does not fit them anyway; out is aligned to 64 bytes then.
 using DecodeRow = void (*)(const Layout&, RowOf parts, size_t cols, float* out, bool past);
 using PackRow = void (*)(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto parts);
 

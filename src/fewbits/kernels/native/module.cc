@@ -104,7 +104,7 @@ void decode(const std::string& format, const std::string& isa, const std::vector
   const size_t rows = out.shape(0), cols = out.shape(1);
   const auto from = checked<const uint8_t>(kernel->layout, kernel->layout.parts, parts, rows, blocks_of(kernel->layout, cols));
   float* const into = out.data();
-  const bool past = rows * cols >= kPastTheCaches && cols % 8 == 0 && reinterpret_cast<uintptr_t>(into) % 32 == 0;
+  const bool past = rows * cols >= kPastTheCaches && cols % 16 == 0 && reinterpret_cast<uintptr_t>(into) % 64 == 0;
   nb::gil_scoped_release released;
   for_rows(rows, cols, threads,
            [&](size_t row) { kernel->of.decode_row(kernel->layout, from.at(row).data(), cols, into + row * cols, past); });
