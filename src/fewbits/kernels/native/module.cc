@@ -87,7 +87,7 @@ Fields<Byte> checked(const Layout& layout, const Field* fields, const std::vecto
 // Rows are independent, so the result does not depend on how many threads share them.
 template <typename Work>
 void for_rows(size_t rows, size_t cols, int threads, const Work& work) {
-  constexpr size_t kWorthAThread = 1 << 16;  // weights: starting a thread takes some 20 us, decoding these about as long
+  constexpr size_t kWorthAThread = 1 << 16;  // weights, 10 us of decoding: to wake a thread of the pool takes one or two
   const size_t most = std::max<size_t>(1, std::min(rows, rows * cols / kWorthAThread));
   const size_t shares = shares_of(threads, most);
   const auto share = [&](size_t i) {
