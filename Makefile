@@ -56,7 +56,7 @@ train: .venv/ready
 .venv/ready: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) cmake ninja nanobind scikit-build-core
-	$(PIP) --no-build-isolation -e '.[lint,llamacpp,onnx,test]'
+	$(PIP) --no-build-isolation -e '.[ct,genai,lint,llamacpp,onnx,test]'
 	touch $@
 
 clean:

@@ -8,7 +8,7 @@ like a ratio.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +24,7 @@ from fewbits.benchmarks.timing import ROUNDS, Contender, Spread, Timed, interlea
 from fewbits.errors import FewbitsError
 from fewbits.formats import Format, Shape
 from fewbits.kernels import w8a8
+from fewbits.kernels.tiling import Tiled, tiled
 from fewbits.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -80,28 +81,35 @@ class KernelBench:
 
 
 class Ours(Multiplier):
-    """`exact`: x stays in float32; otherwise the kernel may round it to 8 bits. 8 bits per row are multiplied as W8A8, x rounded per row:
-    what onnxruntime's MatMulInteger does."""
+    """`exact`: x stays in float32; otherwise the kernel may round it to 8 bits, and weights lie in tiles, as a loaded model has them. Many
+    rows by 8 bits per row are multiplied as W8A8, x rounded per row: what onnxruntime's MatMulInteger does."""
 
     def __init__(self, weight: Packed, threads: int, cold: int, exact: bool = False) -> None:
         self._source = weight
         kernel = kernels.bind(weight.fmt, weight.shape)
-        self._matmul: Callable[[Tensor, Parts, Shape], Tensor] = partial(kernel.matmul, exact=exact)
-        self.setting = kernel.backend
-        if weight.fmt.name == "int8_channel" and not exact:
-            self._matmul, self.setting = _w8a8, f"{kernel.backend}, W8A8"
+        self._stored: Callable[[Tensor, Parts, Shape], Tensor] = partial(kernel.matmul, exact=exact)
+        self._integers = weight.fmt.name == "int8_channel" and not exact
+        self._tiles: list[Tiled] = []
         if exact:
             self.name, self.unit, self.rounding = f"{OURS} exact", "fp32", "none"
         else:
             self.name = OURS
         self.nbytes = weight.nbytes
-        self._copies = [weight.copy() for _ in range(copies(weight.nbytes, cold))]
+        count = copies(weight.nbytes, cold)
+        if not exact and (tiles := tiled(kernel, weight.copy(), weight.shape)):
+            self._tiles = [tiles, *(replace(tiles, tiles=tiles.tiles.clone()) for _ in range(count - 1))]
+        self._copies = [weight.copy() for _ in range(count)] if self._integers or not self._tiles else []
+        self.setting = f"{kernel.backend}, tiles" if self._tiles else kernel.backend
 
     def bind(self, x: Tensor) -> Product:
         made: list[Tensor] = []
 
         def run(number: int) -> None:
-            made[:] = [self._matmul(x, self._copies[number % len(self._copies)], self._source.shape)]
+            if self._tiles and not (self._integers and len(x) > 1):
+                made[:] = [self._tiles[number % len(self._tiles)].matmul(x)]
+            else:
+                multiply = _w8a8 if self._integers else self._stored
+                made[:] = [multiply(x, self._copies[number % len(self._copies)], self._source.shape)]
 
         return Product(run, lambda: made[0])
 
@@ -110,6 +118,7 @@ class Ours(Multiplier):
 
     def close(self) -> None:
         self._copies.clear()
+        self._tiles.clear()
 
 
 def _w8a8(x: Tensor, parts: Parts, shape: Shape) -> Tensor:  # noqa: ARG001  (as Kernel.matmul)

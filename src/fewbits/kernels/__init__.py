@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fewbits.formats import Grid, Parts
 
 BACKENDS = ("native-avx512", "native-avx2", "native-neon", "native-scalar", "reference")  # fastest first
-_ABI = 4  # native/kernels.h holds the same number
+_ABI = 5  # native/kernels.h holds the same number
 _FORCE = "FEWBITS_KERNEL"
 
 

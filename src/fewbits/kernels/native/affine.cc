@@ -17,7 +17,7 @@ template <int kBits_, bool kWithZero>
 struct Shape {
   static constexpr size_t kBlock = 32, kRun = 32, kBlockBytes = 4 * kBits_, kBytes = kBlockBytes;
   static constexpr int kBits = kBits_, kZero = kWithZero && kBits < 8 ? 0 : 1 << (kBits - 1);
-  static constexpr bool kOffsets = kWithZero;
+  static constexpr bool kOffsets = kWithZero, kZeroPoints = kWithZero;
   static constexpr bool kSigned = kBits == 8 && !kWithZero;  // stored as q, not as q + 128
   const uint8_t *codes, *scale_at, *zeros;
   size_t group;

@@ -120,6 +120,7 @@ alignas(16) constexpr uint8_t kLevels[16] = {0, 23, 44, 62, 78, 92, 105, 117, 12
 
 struct Scalar : NibblesScalar<false, false> {
   static constexpr int kBits = 8, kZero = 127;
+  static constexpr const uint8_t* kLevelBytes = kLevels;
   using NibblesScalar::NibblesScalar;
   uint8_t byte(size_t j) const { return kLevels[NibblesScalar::byte(j)]; }
 };
@@ -127,6 +128,7 @@ struct Scalar : NibblesScalar<false, false> {
 #if defined(__x86_64__)
 struct Avx2 : NibblesAvx2<false, false> {
   static constexpr int kBits = 8, kZero = 127;
+  static constexpr const uint8_t* kLevelBytes = kLevels;
   using NibblesAvx2::NibblesAvx2;
   FEWBITS_AVX2_INLINE __m256i bytes(size_t i) const { return look_up(kLevels, NibblesAvx2::bytes(i)); }
 };
@@ -134,6 +136,7 @@ Readers<Scalar, Avx2> readers{layout, pack_nibbles<false, false>};
 #elif defined(__aarch64__)
 struct Neon : NibblesNeon<false, false> {
   static constexpr int kBits = 8, kZero = 127;
+  static constexpr const uint8_t* kLevelBytes = kLevels;
   using NibblesNeon::NibblesNeon;
   FEWBITS_NEON_INLINE uint8x16x2_t bytes(size_t i) const { return look_up(kLevels, NibblesNeon::bytes(i)); }
 };

@@ -37,7 +37,9 @@ void pack(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto 
 
 struct Reader {
   static constexpr size_t kBlock = 256, kRun = 32, kBytes = sizeof(Block);
-  static constexpr int kBits = 8, kZero = 127;
+  static constexpr int kBits = 8, kZero = 127, kSubZero = 32;
+  static constexpr Scales kScales = Scales::kSixBits;
+  static constexpr const uint8_t* kLevelBytes = kLevels;
   static constexpr bool kOffsets = false;
   const Block& block;
 
@@ -48,11 +50,11 @@ struct Reader {
 struct Scalar : Reader {
   using Reader::Reader;
 
-  void scales(float* scale, float*) const {
-    const float d = float16_at(block.d);
+  void sub_scales(SubScales& into) const {
+    into.d = load<uint16_t>(block.d);
     const uint32_t low = load<uint32_t>(block.scale_low), top = load<uint16_t>(block.scale_top);
     for (size_t i = 0; i < 8; ++i)
-      scale[i] = d * static_cast<float>(static_cast<int>((low >> (4 * i) & 15) | (top >> (2 * i) & 3) << 4) - 32);
+      into.sub[i] = static_cast<int8_t>(static_cast<int>((low >> (4 * i) & 15) | (top >> (2 * i) & 3) << 4) - kSubZero);
   }
 
   uint8_t byte(size_t j) const { return kLevels[block.nibbles[j / 32][j % 16] >> (j % 32 / 16 * 4) & 15]; }

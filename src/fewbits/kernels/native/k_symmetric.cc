@@ -43,7 +43,8 @@ void pack(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto 
 
 struct Reader {
   static constexpr size_t kBlock = 256, kRun = 16, kBytes = sizeof(Block);
-  static constexpr int kBits = 3, kZero = 4;
+  static constexpr int kBits = 3, kZero = 4, kSubZero = 32;
+  static constexpr Scales kScales = Scales::kSixBits;
   static constexpr bool kOffsets = false;
   const Block& block;
 
@@ -54,11 +55,11 @@ struct Reader {
 struct Scalar : Reader {
   using Reader::Reader;
 
-  void scales(float* scale, float*) const {
-    const float d = float16_at(block.d);
+  void sub_scales(SubScales& into) const {
+    into.d = load<uint16_t>(block.d);
     for (size_t i = 0; i < 16; ++i) {
       const int low = i < 8 ? block.low[i] & 15 : block.low[i - 8] >> 4;
-      scale[i] = d * static_cast<float>((low | (block.top[i % 4] >> (i / 4 * 2) & 3) << 4) - 32);
+      into.sub[i] = static_cast<int8_t>((low | (block.top[i % 4] >> (i / 4 * 2) & 3) << 4) - kSubZero);
     }
   }
 
@@ -147,6 +148,7 @@ void pack(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto 
 struct Reader {
   static constexpr size_t kBlock = 256, kRun = 16, kBytes = sizeof(Block);
   static constexpr int kBits = 6, kZero = 32;
+  static constexpr Scales kScales = Scales::kEightBits;
   static constexpr bool kOffsets = false;
   const Block& block;
 
@@ -157,9 +159,9 @@ struct Reader {
 struct Scalar : Reader {
   using Reader::Reader;
 
-  void scales(float* scale, float*) const {
-    const float d = float16_at(block.d);
-    for (size_t i = 0; i < 16; ++i) scale[i] = d * static_cast<float>(static_cast<int8_t>(block.scales[i]));
+  void sub_scales(SubScales& into) const {
+    into.d = load<uint16_t>(block.d);
+    std::memcpy(into.sub, block.scales, 16);
   }
 
   uint8_t byte(size_t j) const {

@@ -39,6 +39,7 @@ void pack(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto 
 struct Reader : Shape {
   static constexpr size_t kRun = 16, kBytes = sizeof(Block);
   static constexpr int kBits = 2;
+  static constexpr Scales kScales = Scales::kFourBits;
   const Block& block;
 
   Reader(const Layout&, RowOf parts, size_t b) : block(reinterpret_cast<const Block*>(parts[0])[b]) {}
@@ -48,11 +49,12 @@ struct Reader : Shape {
 struct Scalar : Reader {
   using Reader::Reader;
 
-  void scales(float* scale, float* offset) const {
-    const float d = float16_at(block.d), dmin = float16_at(block.dmin);
+  void sub_scales(SubScales& into) const {
+    into.d = load<uint16_t>(block.d);
+    into.dmin = load<uint16_t>(block.dmin);
     for (size_t i = 0; i < 16; ++i) {
-      scale[i] = d * static_cast<float>(block.scales[i] & 15);
-      offset[i] = -(dmin * static_cast<float>(block.scales[i] >> 4));
+      into.sub[i] = static_cast<int8_t>(block.scales[i] & 15);
+      into.min[i] = block.scales[i] >> 4;
     }
   }
 
@@ -146,6 +148,7 @@ template <bool kTop>
 struct Reader : Shape {
   static constexpr size_t kRun = 32, kBytes = sizeof(Block<kTop>);
   static constexpr int kBits = kTop ? 5 : 4;
+  static constexpr Scales kScales = Scales::kSixBits;
   const Block<kTop>& block;
 
   Reader(const Layout&, RowOf parts, size_t b) : block(reinterpret_cast<const Block<kTop>*>(parts[0])[b]) {}
@@ -156,14 +159,15 @@ template <bool kTop>
 struct Scalar : Reader<kTop> {
   using Reader<kTop>::Reader;
 
-  void scales(float* scale, float* offset) const {
+  void sub_scales(SubScales& into) const {
     const auto& block = this->block;
-    const float d = float16_at(block.d), dmin = float16_at(block.dmin);
+    into.d = load<uint16_t>(block.d);
+    into.dmin = load<uint16_t>(block.dmin);
     for (size_t i = 0; i < 8; ++i) {
       const int six = i < 4 ? block.scales[i] & 63 : (block.rest[i - 4] & 15) | block.scales[i - 4] >> 6 << 4;
       const int min = i < 4 ? block.mins[i] & 63 : block.rest[i - 4] >> 4 | block.mins[i - 4] >> 6 << 4;
-      scale[i] = d * static_cast<float>(six);
-      offset[i] = -(dmin * static_cast<float>(min));
+      into.sub[i] = static_cast<int8_t>(six);
+      into.min[i] = static_cast<uint8_t>(min);
     }
   }
 

@@ -11,7 +11,7 @@ namespace fewbits {
 
 static_assert(std::endian::native == std::endian::little, "packed weights are little-endian and read in place");
 
-constexpr int kAbi = 4;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
+constexpr int kAbi = 5;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
 constexpr size_t kMaxFields = 4;
 
 // One array of a packed weight or of its grid.
@@ -43,10 +43,11 @@ using PackRow = void (*)(const Layout&, const uint8_t* codes, RowOf grid, size_t
 // One row of activations in int8 with a scale per 32 columns; columns beyond the row's end, to a multiple of 32, are zeros.
 struct ActivationRow {
   const int8_t* q;
-  const float* scale;    // per 32 columns
-  const int32_t* zeros;  // per 32 columns: -zero * the sum of q, for the zero of the format's bytes
-  const float* sum_32;   // scale * the sum of q, per 32 columns
-  const float* sum_16;   // the same per 16
+  const float* scale;       // per 32 columns
+  const int32_t* zeros;     // per 32 columns: -zero * the sum of q, for the zero of the format's bytes
+  const int32_t* zeros_16;  // per 16
+  const float* sum_32;      // scale * the sum of q, per 32 columns
+  const float* sum_16;      // the same per 16
 };
 
 // A tile of weights as the integer units take it, whatever format they came from: w = scale * (byte - zero) + offset.
@@ -61,12 +62,29 @@ using PanelRows = const std::array<const uint8_t*, kMaxFields>*;  // kPanelRows 
 using DotRows = void (*)(const Layout&, const RowOf* parts, const ActivationRow& x, size_t cols, float* out);
 using FillPanel = void (*)(const Layout&, PanelRows rows, size_t first_column, size_t columns, size_t cols, Panel& panel);
 
+// How a format stores its scales: as they are, or as integers under one float16 for 256 columns.
+enum class Scales : uint8_t { kHalf, kExponent, kFourBits, kSixBits, kEightBits };
+
+// The integers of a block of 256: scale = d * sub, offset = -dmin * min.
+struct SubScales {
+  uint16_t d = 0, dmin = 0;  // bits of float16
+  int8_t sub[16] = {};
+  uint8_t min[16] = {};
+};
+using SubScalesAt = void (*)(const Layout&, RowOf parts, size_t block, SubScales& into);
+
 // What the bytes of a format are: all that a micro-kernel has to know of it.
 struct ByteTraits {
   int bits = 0;  // they are below 2^bits; 0: the format has no integers to multiply with
   int zero = 0;
   bool by_16 = false;  // scales reach 16 columns
   bool offsets = false;
+  // what tiles.h stores in the place of bytes and float scales
+  size_t run = 32;                  // columns under one scale; a layout's reach multiplies it
+  const uint8_t* levels = nullptr;  // 16 of them, where a byte is one of so few
+  Scales scales = Scales::kHalf;
+  int sub_zero = 0;          // what the integers of the scales are stored above
+  bool zero_points = false;  // an offset is the scale times an integer
 };
 
 struct Functions {
@@ -76,6 +94,7 @@ struct Functions {
   DotRows dot_four = nullptr;  // of four rows
   FillPanel fill_panel = nullptr;
   ByteTraits bytes = {};
+  SubScalesAt sub_scales = nullptr;  // of the scalar kernel, where scales are integers
 };
 
 // Constructing one, as a static of its own file, puts it into the table.
@@ -105,13 +124,15 @@ T load(const uint8_t* at) {
 }
 
 // Exact, and by integers alone: a subnormal float16 comes out right even where the thread flushes subnormals to zero.
-inline float float16_at(const uint8_t* at) {
-  const uint32_t half = load<uint16_t>(at), exponent = (half >> 10) & 31, fraction = half & 1023;
+inline float float_of(uint16_t bits) {
+  const uint32_t half = bits, exponent = (half >> 10) & 31, fraction = half & 1023;
   const uint32_t sign = (half & 0x8000) << 16;
   if (exponent == 0) return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(static_cast<float>(fraction) * 0x1p-24f));
   const uint32_t wide = exponent == 31 ? 255 : exponent + 127 - 15;
   return std::bit_cast<float>(sign | wide << 23 | fraction << 13);
 }
+
+inline float float16_at(const uint8_t* at) { return float_of(load<uint16_t>(at)); }
 
 // Error feedback (feedback.cc) serves every format alike: it knows levels, a scale and an offset, and no layout.
 constexpr size_t kFeedbackColumns = 128;

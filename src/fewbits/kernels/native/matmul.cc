@@ -10,13 +10,14 @@
 #include "activations.h"
 #include "panels.h"
 #include "threads.h"
+#include "tiles.h"
 
 namespace fewbits {
 namespace {
 
-constexpr size_t kFewRows = 1;               // up to here the packed bytes are read once for each row of activations
-constexpr size_t kWorthAThread = 1 << 15;    // products; a thread of the pool begins within a microsecond or two
-constexpr size_t kBytesAtATime = 128 << 10;  // of weights, for one visit of a thread: it may be slower than its neighbours
+constexpr size_t kFewRows = 1;                // up to here the packed bytes are read once for each row of activations
+constexpr size_t kWorthAThread = 1 << 15;     // products; a thread of the pool begins within a microsecond or two
+constexpr size_t kBytesAtATime = 1024 << 10;  // of weights, for one visit of a thread: it may be slower than its neighbours
 
 // Rows of activations in int8, as activations.h makes them. The arrays stay from call to call: a decode step makes hundreds of
 // them.
@@ -49,7 +50,7 @@ void for_visits(size_t visits, size_t products, int threads, const Visit& visit)
 
 // What the dot products of one row need besides: sums of its blocks.
 struct RowSums {
-  std::vector<int32_t> zeros;
+  std::vector<int32_t> zeros, zeros_16;
   std::vector<float> sum_32, sum_16;
 
   ActivationRow fill(const Rows& rows, size_t row, int zero) {
@@ -57,15 +58,18 @@ struct RowSums {
     zeros.resize(rows.blocks);
     sum_32.resize(rows.blocks);
     sum_16.resize(2 * rows.blocks);
+    zeros_16.resize(2 * rows.blocks);
     for (size_t b = 0; b < rows.blocks; ++b) {
       const float scale = rows.scale[first + b];
       const int32_t low = rows.sums[2 * (first + b)], high = rows.sums[2 * (first + b) + 1];
       zeros[b] = -zero * (low + high);
+      zeros_16[2 * b] = -zero * low;
+      zeros_16[2 * b + 1] = -zero * high;
       sum_32[b] = scale * static_cast<float>(low + high);
       sum_16[2 * b] = scale * static_cast<float>(low);
       sum_16[2 * b + 1] = scale * static_cast<float>(high);
     }
-    return {rows.q.data() + 32 * first, rows.scale.data() + first, zeros.data(), sum_32.data(), sum_16.data()};
+    return {rows.q.data() + 32 * first, rows.scale.data() + first, zeros.data(), zeros_16.data(), sum_32.data(), sum_16.data()};
   }
 };
 
@@ -148,6 +152,59 @@ struct Tiles {
   }
 };
 
+// Rows of a panel from tiles: two stripes side by side, the last again where there is only one.
+void fill_from_tiles(const Product& product, const Tiling& tiling, const TileFunctions& tiles, size_t first, size_t block,
+                     size_t blocks, Panel& panel) {
+  const size_t stripe_bytes = tiling.stripe_bytes(), last = tiling.stripes(product.weights) - 1;
+  for (size_t lane = 0; lane < kPanelRows; lane += kStripe) {
+    const uint8_t* chunk = product.tiles + std::min((first + lane) / kStripe, last) * stripe_bytes +
+                           block / kChunkBlocks * tiling.chunk_bytes(kChunkBlocks);
+    for (size_t b = 0; b < blocks; b += kChunkBlocks) {
+      const size_t count = std::min(kChunkBlocks, blocks - b), unit = tiling.units(b);
+      tiles.expand(tiling, chunk, count, panel.scale[unit] + lane, panel.offset[unit] + lane, kPanelRows);
+      tiles.unpack(tiling, chunk + tiling.header_bytes(count), count, lane, panel.bytes + 8 * b);
+      chunk += tiling.chunk_bytes(count);
+    }
+  }
+}
+
+// One row of activations, in kStreams places at once: a core reads memory faster so than in one.
+void stream_stripes(const Product& product, const ActivationRow& x, size_t row, int threads) {
+  const Tiling tiling(product.kernel, product.cols);
+  const TileFunctions of = find_tiles(product.kernel.isa, tiling.bytes);
+  const size_t stripes = tiling.stripes(product.weights), stripe_bytes = tiling.stripe_bytes();
+  const size_t length = std::max<size_t>(1, kBytesAtATime / kStreams / std::max<size_t>(1, stripe_bytes));
+  const size_t at_a_time = kStreams * length;
+  float* const out = product.out + row * product.weights;
+  for_visits((stripes + at_a_time - 1) / at_a_time, product.weights * product.cols, threads, [&](size_t visit) {
+    StripeSums sums[kStreams];
+    const size_t first = visit * at_a_time, end = std::min(first + at_a_time, stripes);
+    const size_t apart = (end - first + kStreams - 1) / kStreams;
+    for (size_t i = 0; i < apart; ++i) {
+      const uint8_t* chunk[kStreams];
+      for (size_t k = 0; k < kStreams; ++k) {  // where there is no stripe left, the last one is read again
+        chunk[k] = product.tiles + std::min(first + k * apart + i, end - 1) * stripe_bytes;
+        std::fill_n(sums[k].total, kStripe, 0.0f);
+      }
+      for (size_t block = 0; block < tiling.blocks; block += kChunkBlocks) {
+        const size_t blocks = std::min(kChunkBlocks, tiling.blocks - block);
+        for (size_t k = 0; k < kStreams; ++k) {
+          for (size_t line = 0; line < tiling.header_bytes(blocks); line += 64) __builtin_prefetch(chunk[k] + kAhead + line);
+          of.expand(tiling, chunk[k], blocks, sums[k].scale[0], sums[k].offset[0], kStripe);
+          sums[k].codes = chunk[k] + tiling.header_bytes(blocks);
+          chunk[k] += tiling.chunk_bytes(blocks);
+        }
+        of.dot(tiling, sums, blocks, x, block);
+      }
+      for (size_t k = 0; k < kStreams && first + k * apart + i < end; ++k) {
+        const size_t row_of = (first + k * apart + i) * kStripe, count = std::min(kStripe, product.weights - row_of);
+        for (size_t w = 0; w < count; ++w)
+          out[row_of + w] = product.bias ? sums[k].total[w] + product.bias[row_of + w] : sums[k].total[w];
+      }
+    }
+  });
+}
+
 void multiply_panels(const Product& product, const Rows& rows, int threads) {
   thread_local Tiles tiles_of_thread;
   Tiles& tiles = tiles_of_thread;
@@ -155,6 +212,8 @@ void multiply_panels(const Product& product, const Rows& rows, int threads) {
   const MicroKernel micro = find_micro_kernel(product.kernel.isa, bytes);
   tiles.fill(rows, product.rows, micro.rows, bytes, threads);
   const size_t visits = (product.weights + kPanelRows - 1) / kPanelRows;
+  const Tiling tiling(product.kernel, product.cols);
+  const TileFunctions tiled = product.tiles ? find_tiles(product.kernel.isa, bytes) : TileFunctions{};
   for_visits(visits, product.rows * product.weights * product.cols, threads, [&](size_t visit) {
     thread_local const std::unique_ptr<Panel> panel = std::make_unique<Panel>();
     thread_local std::vector<float> sums;  // rows of the product lie pages apart: they are summed side by side, and written once
@@ -164,7 +223,10 @@ void multiply_panels(const Product& product, const Rows& rows, int threads) {
     for (size_t i = 0; i < kPanelRows; ++i) weights[i] = product.weight.at(first + std::min(i, count - 1));
     for (size_t block = 0; block < tiles.blocks; block += kPanelBlocks) {
       const size_t blocks = tiles.blocks_of(block);
-      product.kernel.of.fill_panel(product.kernel.layout, weights, 32 * block, 32 * blocks, product.cols, *panel);
+      if (product.tiles)
+        fill_from_tiles(product, tiling, tiled, first, block, blocks, *panel);
+      else
+        product.kernel.of.fill_panel(product.kernel.layout, weights, 32 * block, 32 * blocks, product.cols, *panel);
       for (size_t row = 0; row < product.rows; row += tiles.rows_each)
         micro.multiply(*panel, bytes, tiles.at(row, block), blocks, block != 0, sums.data() + row * kPanelRows);
     }
@@ -183,8 +245,10 @@ void multiply(const Product& product, int threads) {
   rows.fill(product, threads);
   if (product.rows > kFewRows) return multiply_panels(product, rows, threads);
   thread_local RowSums sums;
-  for (size_t row = 0; row < product.rows; ++row)
-    stream_row(product, sums.fill(rows, row, product.kernel.of.bytes.zero), row, threads);
+  for (size_t row = 0; row < product.rows; ++row) {
+    const ActivationRow x = sums.fill(rows, row, product.kernel.of.bytes.zero);
+    product.tiles ? stream_stripes(product, x, row, threads) : stream_row(product, x, row, threads);
+  }
 }
 
 }  // namespace fewbits

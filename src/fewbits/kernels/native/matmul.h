@@ -21,6 +21,7 @@ struct PackedWeight {
 struct Product {
   const Kernel& kernel;
   PackedWeight weight;
+  const uint8_t* tiles;  // the weight as tiles.h lays it out; null: as it is stored
   size_t rows, cols, weights;
   const float* x;
   const float* bias;

@@ -13,6 +13,7 @@ alignas(16) constexpr uint8_t kLevels[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12,
 struct Shape {
   static constexpr int kBits = 5, kZero = 12;
   static constexpr bool kOffsets = false, kSignedZeros = true;
+  static constexpr const uint8_t* kLevelBytes = kLevels;
 };
 
 #if defined(__x86_64__)
@@ -56,6 +57,7 @@ void pack(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto 
 
 struct Reader : Shape {
   static constexpr size_t kBlock = 32, kRun = 32, kBytes = sizeof(Block);
+  static constexpr Scales kScales = Scales::kExponent;
   const Block& block;
 
   Reader(const Layout&, RowOf parts, size_t b) : block(reinterpret_cast<const Block*>(parts[0])[b]) {}

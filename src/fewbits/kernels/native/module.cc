@@ -16,6 +16,7 @@
 #include "kernels.h"
 #include "matmul.h"
 #include "threads.h"
+#include "tiles.h"
 #include "w8a8.h"
 
 namespace nb = nanobind;
@@ -32,6 +33,7 @@ using HalvesInto = nb::ndarray<uint16_t, nb::ndim<2>, nb::c_contig, nb::device::
 using IntegersInto = nb::ndarray<int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using FloatListInto = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Integers = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ByteListInto = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ByteList = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Row pointers of up to kMaxFields arrays. Stride 0: one row that serves them all (a tensor-wide field).
@@ -152,8 +154,40 @@ void matmul(const std::string& format, const std::string& isa, const Floats& x, 
   if (out.shape(0) != rows || (bias && bias->shape(0) != weights))
     throw std::invalid_argument("x, out and bias do not belong together");
   const auto from = checked<const uint8_t>(kernel->layout, kernel->layout.parts, parts, weights, blocks_of(kernel->layout, cols));
-  const Product product{*kernel,  {from.start, from.stride},     rows,      cols, weights,
+  const Product product{*kernel,  {from.start, from.stride},     nullptr,   rows, cols, weights,
                         x.data(), bias ? bias->data() : nullptr, out.data()};
+  nb::gil_scoped_release released;
+  if (rows && weights) multiply(product, threads);
+}
+
+// Bytes of a weight as tiles.h lays it out; 0: nothing here multiplies by tiles of this format.
+size_t tiled_size(const std::string& format, const std::string& isa, size_t weights, size_t cols) {
+  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
+  if (!kernel || !kernel->runs_here() || !kernel->of.dot_row || !find_tiles(kernel->isa, kernel->of.bytes).dot) return 0;
+  return tiled_bytes(*kernel, weights, cols);
+}
+
+const Kernel& tiling_kernel(const std::string& format, const std::string& isa, size_t weights, size_t cols, size_t bytes) {
+  if (bytes != tiled_size(format, isa, weights, cols) || bytes == 0)
+    throw std::invalid_argument("these are no tiles of " + format + " for " + isa);
+  return *find_kernel(format.c_str(), isa.c_str());
+}
+
+bool tile_weight(const std::string& format, const std::string& isa, const std::vector<Bytes>& parts, size_t weights, size_t cols,
+                 ByteListInto tiles, int threads) {
+  const Kernel& kernel = tiling_kernel(format, isa, weights, cols, tiles.shape(0));
+  const auto from = checked<const uint8_t>(kernel.layout, kernel.layout.parts, parts, weights, blocks_of(kernel.layout, cols));
+  nb::gil_scoped_release released;
+  return tile(kernel, {from.start, from.stride}, weights, cols, tiles.data(), threads);
+}
+
+void matmul_tiles(const std::string& format, const std::string& isa, const Floats& x, const ByteList& tiles, FloatsInto out,
+                  const std::optional<FloatList>& bias, int threads) {
+  const size_t rows = x.shape(0), cols = x.shape(1), weights = out.shape(1);
+  const Kernel& kernel = tiling_kernel(format, isa, weights, cols, tiles.shape(0));
+  if (out.shape(0) != rows || (bias && bias->shape(0) != weights))
+    throw std::invalid_argument("x, out and bias do not belong together");
+  const Product product{kernel, {}, tiles.data(), rows, cols, weights, x.data(), bias ? bias->data() : nullptr, out.data()};
   nb::gil_scoped_release released;
   if (rows && weights) multiply(product, threads);
 }
@@ -242,6 +276,11 @@ NB_MODULE(_native, m) {
   m.def("pack", &pack, nb::arg("format"), nb::arg("codes").noconvert(), nb::arg("grid").noconvert(), nb::arg("parts").noconvert(),
         nb::arg("threads"));
   m.def("matmul", &matmul, nb::arg("format"), nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("parts").noconvert(),
+        nb::arg("out").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("threads"));
+  m.def("tiled_size", &tiled_size);
+  m.def("tile", &tile_weight, nb::arg("format"), nb::arg("isa"), nb::arg("parts").noconvert(), nb::arg("weights"),
+        nb::arg("cols"), nb::arg("tiles").noconvert(), nb::arg("threads"));
+  m.def("matmul_tiles", &matmul_tiles, nb::arg("format"), nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("tiles").noconvert(),
         nb::arg("out").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("threads"));
   m.def("w8a8", &w8a8, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("x_scale").noconvert(), nb::arg("w").noconvert(),
         nb::arg("w_scale").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("out").noconvert(), nb::arg("threads"));

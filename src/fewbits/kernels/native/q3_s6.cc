@@ -27,15 +27,16 @@ void pack(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto 
 struct Scalar {
   static constexpr size_t kBlock = 256, kRun = 32, kBytes = sizeof(Block);
   static constexpr int kBits = 3, kZero = 4;
+  static constexpr Scales kScales = Scales::kSixBits;
   static constexpr bool kOffsets = false;
   const Block& block;
 
   Scalar(const Layout&, RowOf parts, size_t b) : block(reinterpret_cast<const Block*>(parts[0])[b]) {}
   const void* address() const { return &block; }
 
-  void scales(float* scale, float*) const {
-    const float d = float16_at(block.d);
-    for (size_t i = 0; i < 8; ++i) scale[i] = d * static_cast<float>(stream_code<6>(block.scales, i));
+  void sub_scales(SubScales& into) const {
+    into.d = load<uint16_t>(block.d);
+    for (size_t i = 0; i < 8; ++i) into.sub[i] = static_cast<int8_t>(stream_code<6>(block.scales, i));
   }
 
   uint8_t byte(size_t j) const { return stream_code<3>(block.codes, j); }

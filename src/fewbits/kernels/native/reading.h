@@ -36,7 +36,36 @@ constexpr size_t runs_of() {
 
 template <typename Reader>
 constexpr ByteTraits bytes_of() {
-  return {Reader::kBits, Reader::kZero, Reader::kRun == 16, Reader::kOffsets};
+  ByteTraits bytes{Reader::kBits, Reader::kZero, Reader::kRun == 16, Reader::kOffsets, Reader::kRun};
+  if constexpr (requires { Reader::kLevelBytes; }) bytes.levels = Reader::kLevelBytes;
+  if constexpr (requires { Reader::kScales; }) bytes.scales = Reader::kScales;
+  if constexpr (requires { Reader::kSubZero; }) bytes.sub_zero = Reader::kSubZero;
+  if constexpr (requires { Reader::kZeroPoints; }) bytes.zero_points = Reader::kZeroPoints;
+  return bytes;
+}
+
+// Formats whose scales are integers under one float16: their scalar reader gives those, and floats follow.
+template <typename Reader>
+concept Nested = requires(const Reader& block, SubScales& into) { block.sub_scales(into); };
+
+template <typename Reader>
+void scales_of(const Reader& block, float* scale, float* offset) {
+  if constexpr (Nested<Reader>) {
+    SubScales sub;
+    block.sub_scales(sub);
+    const float d = float_of(sub.d), dmin = float_of(sub.dmin);
+    for (size_t i = 0; i < runs_of<Reader>(); ++i) {
+      scale[i] = d * static_cast<float>(sub.sub[i]);
+      if constexpr (Reader::kOffsets) offset[i] = -(dmin * static_cast<float>(sub.min[i]));
+    }
+  } else {
+    block.scales(scale, offset);
+  }
+}
+
+template <typename Reader>
+void sub_scales_at(const Layout& layout, RowOf parts, size_t block, SubScales& into) {
+  Reader(layout, parts, block).sub_scales(into);
 }
 
 template <typename Reader>
@@ -55,7 +84,7 @@ void decode_row_scalar(const Layout& layout, RowOf parts, size_t cols, float* ou
   float scale[runs_of<Reader>()], offset[runs_of<Reader>()];
   for (size_t b = 0; b < blocks_in<Reader>(cols); ++b) {
     const Reader block(layout, parts, b);
-    block.scales(scale, offset);
+    scales_of(block, scale, offset);
     const size_t first = b * Reader::kBlock, count = std::min(Reader::kBlock, cols - first);
     for (size_t j = 0; j < count; ++j) {
       const size_t run = j / std::min(Reader::kRun, Reader::kBlock);
@@ -73,7 +102,7 @@ float dot_row_scalar(const Layout& layout, RowOf parts, const ActivationRow& x, 
   float scale[runs_of<Reader>()], offset[runs_of<Reader>()], total = 0;
   for (size_t b = 0; b < blocks_in<Reader>(cols); ++b) {
     const Reader block(layout, parts, b);
-    block.scales(scale, offset);
+    scales_of(block, scale, offset);
     const size_t first = b * Reader::kBlock, count = std::min(Reader::kBlock, cols - first);
     for (size_t j = 0; j < count; j += kUnit) {
       const size_t run = j / std::min(Reader::kRun, Reader::kBlock), column = first + j;
@@ -98,7 +127,7 @@ void fill_panel_scalar(const Layout& layout, PanelRows rows, size_t first_column
   for (size_t row = 0; row < kPanelRows; ++row) {
     for (size_t start = 0; start < columns; start += Reader::kBlock) {
       const Reader block(layout, rows[row].data(), (first_column + start) / Reader::kBlock);
-      block.scales(scale, offset);
+      scales_of(block, scale, offset);
       const size_t count = std::min(Reader::kBlock, cols - first_column - start);
       for (size_t j = 0; j < Reader::kBlock; ++j)
         panel.bytes[(start + j) / 4][row][(start + j) % 4] = j < count ? block.byte(j) : 0;
@@ -112,8 +141,10 @@ void fill_panel_scalar(const Layout& layout, PanelRows rows, size_t first_column
 
 template <typename Reader>
 constexpr Functions scalar_functions(PackRow pack_row) {
-  return {decode_row_scalar<Reader>, pack_row,          dot_rows_scalar<Reader, 1>, dot_rows_scalar<Reader, 4>,
-          fill_panel_scalar<Reader>, bytes_of<Reader>()};
+  Functions of{decode_row_scalar<Reader>, pack_row,          dot_rows_scalar<Reader, 1>, dot_rows_scalar<Reader, 4>,
+               fill_panel_scalar<Reader>, bytes_of<Reader>()};
+  if constexpr (Nested<Reader>) of.sub_scales = sub_scales_at<Reader>;
+  return of;
 }
 
 // One format with its readers, the scalar one first: its rows in the table of kernels. reading_x86.h adds those of x86-64.
