@@ -333,7 +333,7 @@ def test_bench_kernels_answers_in_json_and_says_what_it_left_out(run) -> None:
         (("kernels", "--shape", "0x5"), "4096x14336"),
         (("kernels", "--format", "q4k"), "did you mean `q4_k`"),
         (("quantize", "--format", "q4_k", "--shape", "100x4"), "choose another `--shape`"),
-        (("decode", "--format", "q4_k", "--shape", "100x4"), "choose another `--shape`"),
+        (("dequantize", "--format", "q4_k", "--shape", "100x4"), "choose another `--shape`"),
     ],
 )
 def test_wrong_words_end_with_a_hint(run, words: tuple[str, ...], hint: str) -> None:
@@ -363,9 +363,9 @@ def test_bench_quantize_compares_speed_and_weighted_error(run) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.usefixtures("tiny")
-def test_bench_decode_compares_speed(run, threads: int) -> None:
+def test_bench_dequantize_compares_speed(run, threads: int) -> None:
     pytest.importorskip("xllamacpp")
-    words = ("bench", "decode", "--format", "q4_0,q6_k,int4_g32", "--shape", "256x33", "--threads", threads, "--rounds", 2, "--peers")
+    words = ("bench", "dequantize", "--format", "q4_0,q6_k,int4_g32", "--shape", "256x33", "--threads", threads, "--rounds", 2, "--peers")
     code, out, _ = run(*words, "--json")
     result = json.loads(out)
     assert code == 0 and result["threads"] == threads

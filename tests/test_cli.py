@@ -42,7 +42,7 @@ def test_formats_lists_all_on_stderr_and_json_on_stdout(run) -> None:
     rows = {row["name"]: row for row in json.loads(out)}
     assert code == 0 and err == ""
     assert rows["q4_k"]["bits_per_weight"] == 4.5 and rows["q4_k"]["targets"] == ["gguf"]
-    assert rows["int4_g32"]["targets"] == ["gguf", "onnx"]
+    assert rows["int4_g32"]["targets"] == ["safetensors", "gguf", "onnx", "onnx-genai"]
 
 
 def test_quantize_writes_a_verified_file_and_a_plan(run, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ class TestWrongInput:
         assert "--format" in fails(embedded.MODEL, "--method", "rtn")
 
     def test_unknown_target(self, fails) -> None:
-        assert "known targets: fewbits, gguf, onnx" in fails(embedded.MODEL, "--format", "q4_k", "--to", "ggml")
+        assert "known targets: safetensors, fewbits, gguf, onnx, onnx-genai" in fails(embedded.MODEL, "--format", "q4_k", "--to", "ggml")
 
     def test_missing_folder(self, fails, tmp_path: Path) -> None:
         assert "nothing at" in fails(tmp_path / "modle")

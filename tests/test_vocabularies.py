@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import tokenizers
 import transformers
-from test_gguf import MODELS, needs_llama_cpp, save_random, write
+from gguf_models import MODELS, needs_llama_cpp, save_random, write
+from test_gguf_bert import save_bert, word_pieces
 from tokenizers import models, pre_tokenizers, trainers
 
 from fewbits import embedded, model, runtimes, vocabularies
@@ -75,7 +76,9 @@ def split_by(pattern: str) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return save_random(MODELS["llama"](), tmp_path / "tiny")
+    config = MODELS["llama"]()
+    config.vocab_size = 2048
+    return save_random(config, tmp_path / "tiny")
 
 
 def check(tokenizer: Any, source: Path, place: Path, pre: str) -> None:
@@ -139,11 +142,39 @@ def test_sentencepiece_tokens_are_the_same_in_llama_cpp(prefix: bool, folder: Pa
         chat_template="{{ messages }}",
     )
     backend = vocabularies.to_tokenizer(vocabulary).backend_tokenizer
+    if not prefix:  # as Gemma's, which has no spaces left to split at
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     backend.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
     tokenizer = save(backend, folder, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("the é"))[:1] == ["<s>"]
     assert "<0xC3>" in tokenizer.convert_ids_to_tokens(tokenizer.encode("the é")), "an unknown character must fall back on its bytes"
     check(tokenizer, folder, tmp_path, "default")
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("casing", [{"lowercase": True}, {"lowercase": False}, {"lowercase": True, "strip_accents": False}])
+def test_word_pieces_are_the_same_in_llama_cpp(casing: dict[str, bool], tmp_path: Path) -> None:
+    source = save_bert(tmp_path / "tiny")
+    tokenizer = word_pieces(**casing)
+    tokenizer.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(source)
+    strips = casing.get("strip_accents", casing["lowercase"])
+    assert (tokenizer.unk_token_id in tokenizer.encode("café")) != strips  # it was trained on text without accents
+    check(tokenizer, source, tmp_path, "default")
+
+
+def test_word_pieces_that_are_prepared_otherwise_are_refused(tmp_path: Path) -> None:
+    source = save_bert(tmp_path / "tiny")
+    for part, step in (("normalizer", tokenizers.normalizers.Lowercase()), ("pre_tokenizer", pre_tokenizers.Whitespace())):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        setattr(tokenizer.backend_tokenizer, part, step)
+        with pytest.raises(InputError, match="otherwise than BERT's"):
+            vocabularies.of(tokenizer, 400)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="$A", special_tokens=[])
+    with pytest.raises(InputError, match=r"between \[CLS\] and \[SEP\]"):
+        vocabularies.of(tokenizer, 400)
 
 
 def test_what_goes_around_a_text_is_seen_not_read(folder: Path) -> None:

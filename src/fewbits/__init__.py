@@ -6,19 +6,25 @@ The verbs of the command line, as functions. Importing this loads no torch: each
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+from fewbits import registration
 
 if TYPE_CHECKING:
     from fewbits import formats
     from fewbits.calibration import calibrate
     from fewbits.comparison import compare
     from fewbits.demonstration import demo
+    from fewbits.generation import run
     from fewbits.inspection import inspect
     from fewbits.measurement import measure
     from fewbits.pipeline import export, quantize, verify
     from fewbits.planning.deciding import plan
+    from fewbits.workbench import Workbench
 
 _HOME = {
+    "Workbench": "workbench",
     "calibrate": "calibration",
     "compare": "comparison",
     "demo": "demonstration",
@@ -27,10 +33,11 @@ _HOME = {
     "measure": "measurement",
     "plan": "planning.deciding",
     "quantize": "pipeline",
+    "run": "generation",
     "verify": "pipeline",
 }
 
-__all__ = ["calibrate", "compare", "demo", "export", "formats", "inspect", "measure", "plan", "quantize", "verify"]
+__all__ = ["Workbench", "calibrate", "compare", "demo", "export", "formats", "inspect", "measure", "plan", "quantize", "run", "verify"]
 
 
 def __dir__() -> list[str]:
@@ -47,3 +54,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f"fewbits.{_HOME[name]}"), name)
     raise AttributeError(f"module 'fewbits' has no attribute '{name}'")
+
+
+# onnxruntime and onnxruntime-genai report their use to their maker unless told otherwise before they are loaded; nothing here calls home
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+registration.when_transformers_comes()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from fewbits import cli_bench, cli_compare, cli_plan
+from fewbits import cli_bench, cli_compare, cli_plan, cli_run
 from fewbits.cli_options import (
     Bandwidth,
     Calibration,
@@ -52,6 +52,7 @@ app.add_typer(cli_bench.bench, name="bench")
 app.command()(cli_plan.measure)
 app.command()(cli_plan.plan)
 app.command()(cli_compare.compare)
+app.command()(cli_run.run)
 
 
 @app.callback()

@@ -154,7 +154,7 @@ def quantize(
 
 
 @bench.command()
-def decode(
+def dequantize(
     format: FormatNames = None,
     shape: OneShape = "4096x4096",
     threads: Threads = None,
@@ -163,16 +163,41 @@ def decode(
     as_json: Json = False,
 ) -> None:
     """Packed weights back to float32: billion weights per second. --peers: beside ggml."""
-    from fewbits.benchmarks import decoding, shapes
+    from fewbits.benchmarks import dequantizing, shapes
     from fewbits.reporting import speed
 
-    result = decoding.bench_decode(
-        _names(format) or decoding.FORMATS, shapes.shapes_of([shape])[0], threads, peers, rounds, progress_for(as_json, False)
+    result = dequantizing.bench_dequantize(
+        _names(format) or dequantizing.FORMATS, shapes.shapes_of([shape])[0], threads, peers, rounds, progress_for(as_json, False)
     )
     if as_json:
         show_json(result.to_dict())
     else:
         speed.decoders(result)
+
+
+@bench.command()
+def decode(
+    artifact: Annotated[
+        Path | None, typer.Option("--artifact", help="A fewbits artifact of the Llama family. Default: 1.1 billion random weights.")
+    ] = None,
+    format: Annotated[str, typer.Option("--format", help="Of the random weights.")] = "q4_k",
+    prompt: Annotated[int, typer.Option("--prompt", min=1, max=1024, help="Tokens of the prompt, and before those timed.")] = 512,
+    threads: Threads = None,
+    peers: Peers = False,
+    rounds: Rounds = 7,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second of a whole model: one at a time, and as a prompt. --peers: beside llama.cpp, with the same weights."""
+    from fewbits.artifact import Artifact
+    from fewbits.benchmarks.generating import bench_decode
+    from fewbits.reporting import generation
+
+    opened = Artifact(artifact) if artifact else None
+    result = bench_decode(format, opened, prompt, threads, peers, rounds, progress_for(as_json, False))
+    if as_json:
+        show_json(result.to_dict())
+    else:
+        generation.bench(result)
 
 
 def _names(given: list[str] | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -45,13 +46,26 @@ class Staged:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            if self.path.is_dir():
-                shutil.rmtree(self.path)
-            self._temporary.replace(self.path)
+            self._take_the_place()
             return
         self._clean()
         if is_full_disk(error):
             raise self._full() from error
+
+    def _take_the_place(self) -> None:
+        if not self.path.is_dir():
+            self._temporary.replace(self.path)
+            return
+        old = self._temporary.with_suffix(".old")  # a folder is not replaced in one step: the old one goes when the new one is there
+        _remove(old)
+        self.path.replace(old)
+        try:
+            self._temporary.replace(self.path)
+        except OSError:
+            old.replace(self.path)
+            self._clean()
+            raise
+        shutil.rmtree(old)
 
     def _clean(self) -> None:
         _remove(self._temporary)
@@ -61,6 +75,11 @@ class Staged:
 
     def _full(self) -> MissingError:
         return MissingError(f"the disk is full: `{self.path}` could not be written", "free some space or choose another `-o`")
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def to_json(value: object) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import checkpoints
+from fewbits.checkpoints.folder import read_json
 from fewbits.errors import InputError
 from fewbits.progress import silent
 
@@ -73,6 +74,14 @@ def inspect(path: str | Path, values: bool = True, progress: Progress[Found] = s
     path = Path(path)
     if (path / "fewbits.json").is_file():
         kind, metadata, found = _artifact(path)
+    elif (path / "genai_config.json").is_file():
+        from fewbits.targets.onnx_genai import reading
+
+        kind, metadata, found = reading.contents(path)
+    elif path.is_dir() and any(path.glob("*-00001-of-*.gguf")):
+        from fewbits.targets.gguf import first_part
+
+        kind, metadata, found = _gguf(first_part(path))
     elif path.is_dir():
         kind, metadata, found = _folder(path)
     elif path.suffix.lower() == ".gguf":
@@ -126,6 +135,11 @@ def _artifact(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
 
 
 def _folder(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
+    from fewbits.targets.compressed_tensors import reading
+
+    if reading.is_compressed(path):
+        stored = [(TensorInfo(each.name, each.type, each.shape, each.nbytes), each.load) for each in reading.contents(path)]
+        return "compressed-tensors", read_json(path / "config.json", ""), list(stored)
     checkpoint = checkpoints.open(path)
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}
     found: list[Found] = []

@@ -62,10 +62,12 @@ class Maker:
                 progress=self.progress,
             )
             stream = self._stream(ready, None if self.tune else earlier)  # tuned scales are not what a method gives
-            artifact = artifacts.write(ready.model, ready.plan, self.work / ("untuned" if self.tune else name), stream)
+            seen = artifacts.calibration_hash(ready.statistics)
+            artifact = artifacts.write(ready.model, ready.plan, self.work / ("untuned" if self.tune else name), stream, seen)
             if self.tune:
-                artifact = artifacts.write(ready.model, ready.plan, self.work / name, self._tuned(ready, artifact))
+                artifact = artifacts.write(ready.model, ready.plan, self.work / name, self._tuned(ready, artifact), seen)
             self.target.write(artifact, staged, self.progress)
+            self.target.check(ready.plan, artifact.weights, staged)
         return Made(path, artifact, ready)
 
     def _stream(self, ready: Prepared, earlier: Artifact | None) -> outcomes.Stream:

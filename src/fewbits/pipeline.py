@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import activations as activation_rules
 from fewbits import artifact as artifacts
-from fewbits import budgeted, calibration, formats, methods, planning, preparation, runtimes, targets, texts, verification
+from fewbits import budgeted, calibration, formats, manifest, methods, planning, preparation, runtimes, targets, texts, verification
 from fewbits import model as models
 from fewbits import rounds as loop
 from fewbits.artifact import Artifact
@@ -155,6 +155,9 @@ def quantize(
     else:
         found = budgeted.quantize(maker, path, budget, wished, None if no_verify else judged, method=method, most_rounds=rounds)
         result = Quantized.of(found.made, found.verdict, found.decision, found.rounds)
+    if result.verdict:
+        for folder in {result.artifact, result.path} if target.marker == manifest.NAME else {result.artifact}:
+            artifacts.add_verdict(folder, result.verdict.to_dict())
     with Staged(work / "results.json") as staged:
         staged.write_text(to_json(result.to_dict()))
     return result
@@ -218,8 +221,10 @@ def export(artifact: Artifact | str | Path, out: str | Path, *, to: str | None =
         fmt = formats.get(artifact.plan[weight.name].format)
         if why_not := planning.refuses(weight, target, fmt):
             raise InputError(f"{target.name} cannot hold `{weight.name}` in {fmt.name}: {why_not}", f"quantize with `--to {target.name}`")
+    artifact.check(progress)
     with Staged(path, target.marker) as staged:
         target.write(artifact, staged, progress)
+        target.check(artifact.plan, artifact.weights, staged)
     return path
 
 
@@ -283,8 +288,13 @@ def float_file(source: Model, target: Target, folder: Path, progress: Progress[A
 
 def bits_per_weight(path: Path, source: Model) -> float:
     """Of the matrices, as a plan counts them: what lies beside them (norms, biases: float32 in every target) is left out."""
+    elements = sum(rows * cols for rows, cols in (w.shape for w in source.weights))
+    if (path / "genai_config.json").is_file():  # which has rotary tables beside them
+        from fewbits.targets.onnx_genai import reading
+
+        return 8 * reading.weight_bytes(path) / elements
     rest = sum((4 if path.is_file() else tensor.element_size()) * tensor.numel() for tensor in map(source.tensor, source.rest))
-    return 8 * (tensor_bytes(path) - rest) / sum(rows * cols for rows, cols in (w.shape for w in source.weights))
+    return 8 * (tensor_bytes(path) - rest) / elements
 
 
 def size_of(path: Path) -> int:

@@ -1,7 +1,8 @@
 """A tokenizer as llama.cpp keeps it: tokens, their types, and merges or scores. From a transformers tokenizer and back.
 
-llama.cpp knows two kinds of BPE. `gpt2`: over bytes, after cutting the text by rules which it holds in code and a file
-names (`pre`). `llama`: over characters with `▁` for a space, unknown ones as bytes, in the order of scores.
+Of those that llama.cpp knows, three are known here. `gpt2`: BPE over bytes, after cutting the text by rules which it holds in code
+and a file names (`pre`). `llama`: BPE over characters with `▁` for a space, unknown ones as bytes, in the order of scores.
+`bert`: the longest word pieces, of words that are cut at spaces and punctuation; `▁` marks those that begin a word.
 The rules are recognised by what they are, never by a model's name: rules that are not in `PRE` are refused, because
 llama.cpp would silently cut by others.
 """
@@ -19,7 +20,7 @@ from fewbits.errors import InputError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "\u2581"
-_HINT = "choose another target, or a checkpoint with a byte-level or SentencePiece BPE tokenizer"
+_HINT = "choose another target, or a checkpoint with a byte-level BPE, SentencePiece BPE or WordPiece tokenizer"
 
 # Steps that cut a text into words. The pattern of GPT-2 is the one inside tokenizers' ByteLevel.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -51,17 +52,23 @@ _SAME = {  # other names that llama.cpp has for the same rules
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    model: str  # `gpt2` or `llama`
+    model: str  # `gpt2`, `llama` or `bert`
     pre: str
     tokens: list[str]
     types: list[int]
     merges: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
-    special: dict[str, int] = field(default_factory=dict)  # bos, eos, unknown, padding
+    special: dict[str, int] = field(default_factory=dict)  # by role, as `_ROLES` names them
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
+    lowercase: bool = False  # of `bert` alone, and so is the next
+    strip_accents: bool = False
     chat_template: str | dict[str, str] | None = None
+
+
+# llama.cpp's name of a role (spelled so) -> transformers'
+_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "cls": "cls", "seperator": "sep", "mask": "mask"}
 
 
 def of(tokenizer: Any, size: int) -> Vocabulary:
@@ -70,7 +77,7 @@ def of(tokenizer: Any, size: int) -> Vocabulary:
         raise InputError("the tokenizer has no fast form (tokenizer.json)", _HINT)
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model, added = content["model"], {row["id"]: row for row in content["added_tokens"]}
-    if model["type"] != "BPE" or model.get("dropout"):
+    if model["type"] not in {"BPE", "WordPiece"} or model.get("dropout"):
         raise InputError(f"the tokenizer is of type {model['type']}, which this writer does not know", _HINT)
     steps = _flat(content.get("pre_tokenizer"), "pretokenizers")
     normalizers = _flat(content.get("normalizer"), "normalizers")
@@ -79,9 +86,12 @@ def of(tokenizer: Any, size: int) -> Vocabulary:
     tokens, types = _texts_and_types(texts, added, size, bytes_as_tokens=not byte_level)
     special = {
         role: token_id
-        for role, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad"))
+        for role, name in _ROLES.items()
         if (token_id := getattr(tokenizer, f"{name}_token_id", None)) is not None and token_id < size
     }
+    if model["type"] == "WordPiece":
+        return _word_pieces(tokenizer, content, texts, added, size, special)
+    special = {role: token_id for role, token_id in special.items() if role in {"bos", "eos", "unknown", "padding"}}
     add_bos, add_eos = _ends(tokenizer, special)
     common: dict[str, Any] = {"tokens": tokens, "special": special, "add_bos": add_bos, "add_eos": add_eos}
     common["chat_template"] = tokenizer.chat_template or None
@@ -95,6 +105,40 @@ def of(tokenizer: Any, size: int) -> Vocabulary:
         types[special["unknown"]] = UNKNOWN
     prefix = _space_prefix(steps, normalizers)
     return Vocabulary(model="llama", pre="default", types=types, scores=_scores(tokens, merges), add_space_prefix=prefix, **common)
+
+
+def _word_pieces(
+    tokenizer: Any, content: Any, texts: Mapping[int, str], added: Mapping[int, Any], size: int, special: dict[str, int]
+) -> Vocabulary:
+    """What llama.cpp does otherwise is rare: it has no longest word, and strips marks that take up space too."""
+    rules, model = content.get("normalizer") or {}, content["model"]
+    cleans = rules.get("type") == "BertNormalizer" and rules.get("clean_text") and rules.get("handle_chinese_chars")
+    if not cleans or (content.get("pre_tokenizer") or {}).get("type") != "BertPreTokenizer" or model["continuing_subword_prefix"] != "##":
+        raise InputError("the tokenizer prepares text otherwise than BERT's, which is all that llama.cpp knows for word pieces", _HINT)
+    plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    if "cls" not in special or "seperator" not in special or full != [special["cls"], *plain, special["seperator"]]:
+        raise InputError("the tokenizer does not put a text between [CLS] and [SEP], as llama.cpp does for word pieces", _HINT)
+
+    def marked(token_id: int, text: str) -> str:
+        return text if token_id in added else text.removeprefix("##") if text.startswith("##") else _SPACE + text
+
+    tokens, types = _texts_and_types({i: marked(i, text) for i, text in texts.items()}, added, size, bytes_as_tokens=False)
+    if "unknown" in special:
+        types[special["unknown"]] = UNKNOWN
+    lowercase, accents = bool(rules["lowercase"]), rules["strip_accents"]
+    return Vocabulary(
+        model="bert",
+        pre="default",
+        tokens=tokens,
+        types=types,
+        special={"bos": special["cls"], **special},  # llama.cpp begins with `bos`
+        add_bos=True,
+        add_eos=True,
+        add_space_prefix=False,
+        lowercase=lowercase,
+        strip_accents=lowercase if accents is None else bool(accents),
+        chat_template=tokenizer.chat_template or None,
+    )
 
 
 def _texts_and_types(texts: Mapping[int, str], added: Mapping[int, Any], size: int, bytes_as_tokens: bool) -> tuple[list[str], list[int]]:
@@ -156,7 +200,7 @@ def _recognise(steps: list[Any], normalizers: list[Any], ignore_merges: bool) ->
 
 
 def _space_prefix(steps: list[Any], normalizers: list[Any]) -> bool:
-    prefix = False
+    prefix = replaced = False
     for step in normalizers + steps:
         match step:
             case {"type": "Prepend", "prepend": "\u2581"}:
@@ -164,7 +208,9 @@ def _space_prefix(steps: list[Any], normalizers: list[Any]) -> bool:
             case {"type": "Metaspace", "replacement": "\u2581"}:
                 prefix = prefix or step.get("prepend_scheme", "always") != "never"
             case {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}:
-                pass
+                replaced = True
+            case {"type": "Split", "pattern": {"String": " "}} if replaced:
+                pass  # there is no space left to split at
             case {"type": kind}:
                 raise InputError(f"the tokenizer prepares text by {kind}, which llama.cpp does not", _HINT)
     return prefix
@@ -192,6 +238,9 @@ def add_to(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_add_bos_token(vocabulary.add_bos)
     writer.add_add_eos_token(vocabulary.add_eos)
     writer.add_add_space_prefix(vocabulary.add_space_prefix)
+    if vocabulary.model == "bert":
+        writer.add_bool("tokenizer.ggml.normalizer.lowercase", vocabulary.lowercase)
+        writer.add_bool("tokenizer.ggml.normalizer.strip_accents", vocabulary.strip_accents)
     match vocabulary.chat_template:
         case str(template):
             writer.add_chat_template(template)
@@ -199,11 +248,14 @@ def add_to(writer: Any, vocabulary: Vocabulary) -> None:
             writer.add_chat_template([{"name": name, "template": text} for name, text in templates.items()])
 
 
+_BERT = {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103}  # where llama.cpp expects them unless told
+
+
 def of_fields(fields: Mapping[str, Any]) -> Vocabulary:
     """From a GGUF's metadata, with llama.cpp's own defaults for what a file leaves out."""
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if key.startswith("tokenizer.ggml.")}
     model, pre = own.get("model"), own.get("pre", "default")
-    if model not in {"gpt2", "llama"} or "tokens" not in own:
+    if model not in {"gpt2", "llama", "bert"} or "tokens" not in own:
         raise InputError(f"the file's tokenizer is of type `{model}`, which is not known here", "open the original checkpoint instead")
     pre = next((name for name, others in _SAME.items() if pre in others), pre)
     if model == "gpt2" and pre not in PRE:
@@ -218,10 +270,12 @@ def of_fields(fields: Mapping[str, Any]) -> Vocabulary:
         types=own.get("token_type") or [NORMAL] * len(own["tokens"]),
         merges=own.get("merges", []),
         scores=own.get("scores", []),
-        special={role: own[f"{role}_token_id"] for role in ("bos", "eos", "unknown", "padding") if f"{role}_token_id" in own},
-        add_bos=bool(own.get("add_bos_token", model == "llama" or pre in {"llama-bpe", "tekken"})),
-        add_eos=bool(own.get("add_eos_token", False)),
+        special=(_BERT if model == "bert" else {}) | {role: own[f"{role}_token_id"] for role in _ROLES if f"{role}_token_id" in own},
+        add_bos=bool(own.get("add_bos_token", model in {"llama", "bert"} or pre in {"llama-bpe", "tekken"})),
+        add_eos=bool(own.get("add_eos_token", model == "bert")),
         add_space_prefix=bool(own.get("add_space_prefix", model == "llama")),
+        lowercase=(lowercase := bool(own.get("normalizer.lowercase", True))),
+        strip_accents=bool(own.get("normalizer.strip_accents", lowercase)),
         chat_template=({"default": default, **templates} if templates and default else default),
     )
 
@@ -232,7 +286,7 @@ def to_tokenizer(vocabulary: Vocabulary) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     tokens, types, special = vocabulary.tokens, vocabulary.types, vocabulary.special
-    content = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentencepiece(vocabulary)
+    content = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece}[vocabulary.model](vocabulary)
     content |= {"version": "1.0", "truncation": None, "padding": None, "post_processor": _template(vocabulary)}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     content["added_tokens"] = [
@@ -240,8 +294,8 @@ def to_tokenizer(vocabulary: Vocabulary) -> Any:
         for i, kind in enumerate(types)
         if kind in {CONTROL, USER_DEFINED, UNKNOWN}
     ]
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    roles = {names[role]: tokens[token_id] for role, token_id in special.items()}
+    special = {"cls": special["bos"], **special} if vocabulary.model == "bert" else special
+    roles = {f"{_ROLES[role]}_token": tokens[token_id] for role, token_id in special.items()}
     backend = Tokenizer.from_str(json.dumps(content))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **roles)
     tokenizer.chat_template = vocabulary.chat_template
@@ -289,6 +343,22 @@ def _sentencepiece(vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
+def _wordpiece(vocabulary: Vocabulary) -> dict[str, Any]:
+    taken = {CONTROL, USER_DEFINED, UNKNOWN}
+    pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
+    pieces = [text if kind in taken else text.removeprefix(_SPACE) if text.startswith(_SPACE) else f"##{text}" for text, kind in pairs]
+    cleaning = {"clean_text": True, "handle_chinese_chars": True}
+    casing = {"strip_accents": vocabulary.strip_accents, "lowercase": vocabulary.lowercase}
+    vocab = {text: i for i, (text, kind) in enumerate(zip(pieces, vocabulary.types, strict=True)) if kind != UNUSED}
+    limits = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    return {
+        "normalizer": {"type": "BertNormalizer", **cleaning, **casing},
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {"type": "WordPiece", "unk_token": vocabulary.tokens[vocabulary.special["unknown"]], "vocab": vocab, **limits},
+    }
+
+
 def _bpe(vocabulary: Vocabulary, merges: list[list[str]], **settings: bool) -> dict[str, Any]:
     tokens = zip(vocabulary.tokens, vocabulary.types, strict=True)
     vocab = {text: i for i, (text, kind) in enumerate(tokens) if kind != UNUSED}
@@ -300,7 +370,7 @@ def _bpe(vocabulary: Vocabulary, merges: list[list[str]], **settings: bool) -> d
 
 
 def _template(vocabulary: Vocabulary) -> dict[str, Any]:
-    ends = (vocabulary.add_bos, "bos"), (vocabulary.add_eos, "eos")
+    ends = (vocabulary.add_bos, "bos"), (vocabulary.add_eos, "seperator" if vocabulary.model == "bert" else "eos")
     first, last = ([vocabulary.special[role]] if add and role in vocabulary.special else [] for add, role in ends)
     named = {i: vocabulary.tokens[i] for i in [*first, *last]}
 

@@ -1,13 +1,18 @@
 """llama.cpp's importance matrix: the mean square of every input channel, per tensor, as its quantizer reads it and its tool writes it.
 
 GGUF (current): `general.type` = imatrix; `NAME.weight.in_sum2` (sum of squares, float32 [mats, cols]) and `NAME.weight.counts`
-(float32 [mats, 1]) under llama.cpp's tensor names; `imatrix.datasets`, `imatrix.chunk_count`, `imatrix.chunk_size`.
-Legacy (.dat): int32 entries; each: int32 length, name, int32 calls, int32 values, float32 values (mean squares * calls).
+(tokens, float32 [mats, 1]) under llama.cpp's tensor names; `imatrix.datasets`, `imatrix.chunk_count`, `imatrix.chunk_size`.
+Legacy (.dat): int32 entries; each: int32 length, name, int32 calls, int32 values, float32 values (mean squares * calls); then
+int32 chunks, int32 length, name of the data. A stack of experts has a row and a count for each, in the legacy form no counts.
 """
 
 from __future__ import annotations
 
+import math
 import struct
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,33 +32,69 @@ if TYPE_CHECKING:
 _HINT = "give a file that llama.cpp's llama-imatrix or `fewbits calibrate --imatrix` wrote"
 
 
-def write(statistics: Statistics, source: Model, path: Path) -> None:
-    """In the current form. The tokens of all positions count, as they do in llama.cpp."""
-    import gguf
+@dataclass(frozen=True)
+class _Entry:
+    """Of one tensor."""
 
-    rename = architectures.tensor_names(source.config)
+    squares: Tensor  # (mats, cols) float64: sums over tokens
+    counts: Tensor  # (mats,) float64: tokens; of an expert that was given none, 0
+
+
+def write(statistics: Statistics, source: Model, path: Path) -> None:
+    """In the legacy form if the file is called so. The tokens of all positions count, as they do in llama.cpp."""
     runs = statistics.about["runs"]
     tokens, samples = sum(run["tokens"] for run in runs), sum(run["samples"] for run in runs)
     chunk = max(1, tokens // max(1, samples))
+    entries, datasets = _entries(statistics, source), [str(run["data_sha256"]) for run in runs]
     with Staged(path) as staged:
-        writer = gguf.GGUFWriter(staged, arch="", use_temp_file=False)
-        writer.kv_data[0].pop("general.architecture", None)  # an importance matrix has a type instead
-        writer.add_type("imatrix")
-        writer.add_array("imatrix.datasets", [run["data_sha256"] for run in runs])
-        writer.add_uint32("imatrix.chunk_count", max(1, tokens // chunk))
-        writer.add_uint32("imatrix.chunk_size", chunk)
-        for weight in source.weights:
-            if statistics.site(weight.name) is None or weight.kind == "embedding":
-                continue  # llama.cpp has none for a lookup, and a tied output is its embedding
-            seen = statistics.input(weight.name)
-            name = rename(f"{weight.name}.weight")
-            squares = seen.mean_square().double() * seen.tokens()
-            writer.add_tensor(f"{name}.in_sum2", squares.float().unsqueeze(0).numpy())
-            writer.add_tensor(f"{name}.counts", np.array([[seen.tokens()]], np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        if path.suffix == ".dat":
+            _write_legacy(staged, entries, datasets, chunk, max(1, tokens // chunk))
+        else:
+            _write_gguf(staged, entries, datasets, chunk, max(1, tokens // chunk))
+
+
+def _entries(statistics: Statistics, source: Model) -> dict[str, _Entry]:
+    """llama.cpp has none for a lookup, and a tied output is its embedding."""
+    places = architectures.Places(source.config)
+    found: dict[str, _Entry] = {}
+    multiplied = (weight for weight in source.weights if statistics.site(weight.name) is not None and weight.kind != "embedding")
+    for parameter, together in groupby(multiplied, lambda weight: weight.parameter):
+        seen = [statistics.input(weight.name) for weight in together]
+        counts = torch.tensor([one.tokens() for one in seen], dtype=torch.float64)
+        squares = torch.stack([one.mean_square().double() * one.tokens() for one in seen])
+        found |= {place.tensor: _Entry(squares, counts) for place in places(parameter)}
+    return found
+
+
+def _write_gguf(path: Path, entries: dict[str, _Entry], datasets: list[str], chunk: int, chunks: int) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(path, arch="", use_temp_file=False)
+    writer.kv_data[0].pop("general.architecture", None)  # an importance matrix has a type instead
+    writer.add_type("imatrix")
+    writer.add_array("imatrix.datasets", datasets)
+    writer.add_uint32("imatrix.chunk_count", chunks)
+    writer.add_uint32("imatrix.chunk_size", chunk)
+    for name, entry in entries.items():
+        writer.add_tensor(f"{name}.in_sum2", entry.squares.float().numpy())
+        writer.add_tensor(f"{name}.counts", entry.counts.float().unsqueeze(1).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_legacy(path: Path, entries: dict[str, _Entry], datasets: list[str], chunk: int, chunks: int) -> None:
+    with path.open("wb") as file:
+        file.write(struct.pack("<i", len(entries)))
+        for name, entry in entries.items():
+            calls = max(1, math.ceil(float(entry.counts.max()) / chunk))
+            counts = entry.counts.unsqueeze(1)
+            means = torch.where(counts > 0, entry.squares / counts.clamp(min=1), 1.0)  # all columns alike, as llama.cpp takes no tokens
+            label, values = name.encode(), (means * calls).float().flatten().numpy()
+            file.write(struct.pack("<i", len(label)) + label + struct.pack("<ii", calls, len(values)) + values.astype("<f4").tobytes())
+        label = ",".join(datasets).encode()
+        file.write(struct.pack("<ii", chunks, len(label)) + label)
 
 
 class ImportanceMatrix:
@@ -61,20 +102,28 @@ class ImportanceMatrix:
 
     def __init__(self, path: Path, source: Model) -> None:
         self.path = path
-        self._rename = architectures.tensor_names(source.config)
-        self._squares = _read(path)
-        if not any(self._rename(f"{weight.name}.weight") in self._squares for weight in source.weights):
+        self._entries = _read(path)
+        places = architectures.Places(source.config)
+        self._tensors = {weight.name: [place.tensor for place in places(weight.parameter)] for weight in source.weights}
+        if not any(tensor in self._entries for tensors in self._tensors.values() for tensor in tensors):
             raise InputError(f"`{path}` names no weight of `{source.path.name}`", "is it the importance matrix of another model?")
-        self._cols = {weight.name: weight.shape[1] for weight in source.weights}
+        self._weights = {weight.name: weight for weight in source.weights}
+        self._mats = Counter(weight.parameter for weight in source.weights)
 
     def of(self, weight: str) -> WeightStatistics | None:
         """None: the file says nothing about it."""
-        found = self._squares.get(self._rename(f"{weight}.weight"))
-        if found is None:
+        entry = next((self._entries[tensor] for tensor in self._tensors[weight] if tensor in self._entries), None)
+        if entry is None:
             return None
-        if len(found) != self._cols[weight]:
-            differs = f"`{self.path}` has {len(found)} columns for `{weight}`, the model has {self._cols[weight]}"
+        mats, cols = self._mats[self._weights[weight].parameter], self._weights[weight].shape[1]
+        if entry.squares.numel() != mats * cols or entry.counts.numel() not in (1, mats):
+            differs = f"`{self.path}` has {entry.squares.numel()} values for `{weight}`, the model {mats * cols}"
             raise InputError(differs, "is it the importance matrix of another model?")
+        place = self._weights[weight].expert or 0
+        count = float(entry.counts.flatten()[place if entry.counts.numel() > 1 else 0])
+        if not count:
+            return None  # an expert that no token was given to
+        found = (entry.squares.reshape(mats, cols)[place] / count).float()
         squares = found.double().expand(2, -1).clone()  # there are no halves to tell apart: both are all there is
         seen = InputStatistics(
             count=torch.tensor([1, 1]),
@@ -91,8 +140,8 @@ class ImportanceMatrix:
         return WeightStatistics(seen)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    """Mean squares by llama.cpp's tensor name."""
+def _read(path: Path) -> dict[str, _Entry]:
+    """By llama.cpp's tensor name."""
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -101,25 +150,21 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise InputError(f"`{path}` cannot be read: {failure.strerror}", _HINT) from failure
     except (ValueError, KeyError, IndexError, struct.error, UnicodeDecodeError) as failure:
         raise InputError(f"`{path}` is not an importance matrix: {failure}", _HINT) from failure
-    if not found or not all(values.isfinite().all() and bool((values >= 0).all()) for values in found.values()):
+    numbers = [values for entry in found.values() for values in (entry.squares, entry.counts)]
+    if not found or not all(values.isfinite().all() and bool((values >= 0).all()) for values in numbers):
         raise InputError(f"`{path}` holds no importance that can be used", _HINT)
     return found
 
 
-def _read_gguf(path: Path) -> dict[str, Tensor]:
+def _read_gguf(path: Path) -> dict[str, _Entry]:
     import gguf
 
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    found = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".in_sum2"):
-            counts = np.array(tensors[f"{name.removesuffix('.in_sum2')}.counts"].data, np.float64).reshape(-1, 1)
-            squares = np.array(tensor.data, np.float64).reshape(len(counts), -1)
-            found[name.removesuffix(".in_sum2")] = torch.from_numpy((squares / np.maximum(counts, 1)).mean(0)).float()
-    return found
+    tensors = {tensor.name: torch.from_numpy(np.array(tensor.data, np.float64)) for tensor in gguf.GGUFReader(path).tensors}
+    names = [name.removesuffix(".in_sum2") for name in tensors if name.endswith(".in_sum2")]
+    return {name: _Entry(tensors[f"{name}.in_sum2"], tensors[f"{name}.counts"]) for name in names}
 
 
-def _read_legacy(content: bytes) -> dict[str, Tensor]:
+def _read_legacy(content: bytes) -> dict[str, _Entry]:
     (entries,) = struct.unpack_from("<i", content)
     at, found = 4, {}
     if not 0 < entries < 1 << 20:
@@ -131,6 +176,7 @@ def _read_legacy(content: bytes) -> dict[str, Tensor]:
         at += 12 + length
         if not (0 < length < 4096 and 0 < count <= (len(content) - at) // 4):
             raise ValueError(f"an entry of {count} values at byte {at}")
-        found[name] = torch.from_numpy(np.frombuffer(content, "<f4", count, at).copy()) / max(1, calls)
+        values = torch.from_numpy(np.frombuffer(content, "<f4", count, at).astype(np.float64))
+        found[name] = _Entry(values, torch.tensor([max(1.0, calls)], dtype=torch.float64))
         at += 4 * count
     return found

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _CAST = {"F16": "fp16", "BF16": "bf16", "F32": "fp32", "F64": "fp32"}
 _ASSETS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_POOLING = "1_Pooling/config.json"  # sentence-transformers
 
 
 class Folder:
@@ -64,6 +65,8 @@ class Folder:
             for file in sorted(self.path.glob(pattern)):
                 if file.name != _INDEX and file.is_file():
                     shutil.copyfile(file, folder / file.name)
+        if (pooling := self.path / _POOLING).is_file():  # how an encoder's tokens become one vector
+            shutil.copyfile(pooling, folder / "pooling.json")
 
     def files(self) -> list[Path]:
         shards = sorted(set(self._shard_of.values()))

@@ -1,4 +1,4 @@
-"""A GGUF file, memory-mapped: its tensors under the names and in the layout of the transformers module.
+"""A GGUF, memory-mapped, in one file or in parts: its tensors under the names and in the layout of the transformers module.
 
 Quantized tensors are decoded one at a time to float32, exactly. Their `dtype` is fp16: that is what an unquantized copy of
 them would be kept in, since float32 would double the size for digits that the file never had.
@@ -6,18 +6,26 @@ them would be kept in, since float32 would double the size for digits that the f
 
 from __future__ import annotations
 
+import re
+import struct
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import architectures, vocabularies
+from fewbits.checkpoints import gguf_header, gguf_metadata
+from fewbits.checkpoints.gguf_header import Field, Header
 from fewbits.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fewbits.architectures import Place
+
 _DAMAGED = "the file is truncated or damaged; fetch it again"
 _FLOATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+_POOLER = "pooler.dense"  # of BERT: llama.cpp's own converter leaves it out, because no embedding is made with it
 
 
 class GgufFile:
@@ -36,55 +44,85 @@ class GgufFile:
 
     @cached_property
     def config(self) -> Any:
-        factors = self._tensors.get(architectures.ROPE_FACTORS)
+        factors = {name: self._tensors[name].data.tolist() for name in architectures.FACTORS if name in self._tensors}
         try:
-            return architectures.config_of(self.fields, self._tensors.keys(), None if factors is None else factors.data.tolist())
+            return architectures.config_of(self.fields, self._tensors.keys(), factors)
         except (KeyError, TypeError, ValueError, ArithmeticError) as failure:
             raise InputError(f"the metadata of `{self.path}` does not describe a model: {failure!r}", _DAMAGED) from failure
 
     def names(self) -> list[str]:
-        return list(self._stored)
+        return [*self._stored, *self._absent]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        shape = tuple(int(size) for size in self._stored[name].shape)  # GGUF gives the columns first
-        return shape if name in self._transposed else shape[::-1]
+        expected = self._shapes[name]
+        if name in self._absent:
+            return expected
+        shapes = [tuple(int(size) for size in reversed(tensor.shape)) for tensor, _ in self._stored[name]]  # GGUF gives the columns first
+        found = shapes[0] if len(shapes) == 1 else (*shapes[0][:-2], sum(shape[-2] for shape in shapes), shapes[0][-1])
+        found = found[::-1] if name in self._transposed else found
+        return expected if (1, *found) == expected else found  # llama.cpp's converter drops the dimension of a matrix with one row
 
     def dtype(self, name: str) -> str:
-        return _FLOATS.get(self._stored[name].tensor_type.name, "fp16")
+        return "fp32" if name in self._absent else _FLOATS.get(self._stored[name][0][0].tensor_type.name, "fp16")
 
     def load(self, name: str) -> Tensor:
-        import torch
-
-        tensor = _decoded(self._stored[name])
-        order = architectures.row_order(self.config, name)
-        if order is not None:
-            tensor = tensor[torch.tensor(order).argsort()]
-        return tensor.T if name in self._transposed else tensor
+        return self._load(name, None)
 
     def load_slice(self, name: str, index: int) -> Tensor:
-        return self.load(name)[index]
+        return self._load(name, index)
 
     def save_assets(self, folder: Path) -> None:
         self.config.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+        gguf_metadata.save(self.path, folder)
 
     def files(self) -> list[Path]:
-        return [self.path]
+        return list(self._reader.paths)
 
     @cached_property
     def tokenizer(self) -> Any:
         return vocabularies.to_tokenizer(vocabularies.of_fields(self.fields))
 
+    def _load(self, name: str, expert: int | None) -> Tensor:
+        """Of one expert only its own rows are decoded."""
+        import torch
+
+        if name in self._absent:
+            return torch.zeros(self.shape(name))
+        pieces = [(_decoded(tensor, expert), place) for tensor, place in self._stored[name]]
+        rows_at = -2 if pieces[0][0].dim() > 1 else 0
+        joined = torch.cat([piece - place.added if place.added else piece for piece, place in pieces], rows_at)
+        orders = [place.rows for _, place in pieces]
+        if orders[0] is not None:
+            order = torch.tensor([row for rows in orders if rows is not None for row in rows])
+            joined = joined.index_select(rows_at, order.argsort())
+        whole = joined.T if name in self._transposed else joined
+        return whole if expert is not None else whole.reshape(self.shape(name))
+
     @cached_property
-    def _stored(self) -> dict[str, Any]:
-        """Parameter -> tensor of the file. What the module has no place for is an error: leaving it out would change the function."""
-        rename = architectures.tensor_names(self.config)
-        found = {name: self._tensors[stored] for name in self._skeleton.state_dict() if (stored := rename(name)) in self._tensors}
-        used = {tensor.name for tensor in found.values()} | {architectures.ROPE_FACTORS}
+    def _stored(self) -> dict[str, list[tuple[Any, Place]]]:
+        """Parameter -> its tensors. What the module has no place for is an error: leaving it out would change the function."""
+        places = architectures.Places(self.config)
+        found = {name: places.find(name) or () for name in self._shapes}
+        stored = {
+            name: [(self._tensors[place.tensor], place) for place in all_places]
+            for name, all_places in found.items()
+            if all_places and all(place.tensor in self._tensors for place in all_places)
+        }
+        used = {place.tensor for name in stored for place in found[name]} | {*architectures.FACTORS}
         if unused := [name for name in self._tensors if name not in used]:
             kind = architectures.of(self.config).class_name
             raise InputError(f"`{self.path}` holds `{unused[0]}`, which {kind} has no place for", "open the original checkpoint instead")
-        return found
+        return stored
+
+    @cached_property
+    def _absent(self) -> list[str]:
+        return [name for name in self._shapes if name.startswith(_POOLER) and name not in self._stored]
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every parameter of the module."""
+        return {name: tuple(tensor.shape) for name, tensor in self._skeleton.state_dict().items()}
 
     @cached_property
     def _transposed(self) -> set[str]:
@@ -95,34 +133,71 @@ class GgufFile:
     @cached_property
     def _skeleton(self) -> Any:
         import torch
-        from transformers import AutoModelForCausalLM
+        import transformers
 
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config)
+            return getattr(transformers, architectures.of(self.config).class_name)(self.config)
 
 
-def open_reader(path: Path) -> Any:
-    import gguf
+@dataclass(frozen=True)
+class Opened:
+    """What a file, or all the parts of one, hold."""
 
+    paths: tuple[Path, ...]
+    fields: dict[str, Field]  # of the first
+    tensors: tuple[Any, ...]
+
+
+def open_reader(path: Path) -> Opened:
+    first = _open_one(path)
+    count = _number(first, "split.count")
+    if count <= 1:
+        return Opened((path,), first.fields, first.tensors)
+    paths = _part_names(path, count, _number(first, "split.no"))
+    readers = [first, *map(_open_one, paths[1:])]
+    for number, (part, reader) in enumerate(zip(paths, readers, strict=True)):
+        if _number(reader, "split.no") != number or _number(reader, "split.count") != count:
+            raise InputError(f"`{part}` is not part {number + 1} of {count}", "the parts do not belong together; fetch them again")
+    tensors = tuple(tensor for reader in readers for tensor in reader.tensors)
+    if len(tensors) != (said := _number(first, "split.tensors.count")):
+        raise InputError(f"`{path}` and its other parts hold {len(tensors)} tensors of {said}", _DAMAGED)
+    return Opened(tuple(paths), first.fields, tensors)
+
+
+def _part_names(path: Path, count: int, number: int) -> list[Path]:
+    found = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if found is None or int(found[3]) != count:
+        raise InputError(f"`{path}` is one of {count} parts, but not named as one", f"llama.cpp names them NAME-00001-of-{count:05}.gguf")
+    if number != 0:
+        raise InputError(f"`{path}` is part {number + 1} of {count}", f"open the first: {found[1]}-00001-of-{found[3]}.gguf")
+    paths = [path.with_name(f"{found[1]}-{i:05}-of-{found[3]}.gguf") for i in range(1, count + 1)]
+    if missing := next((part for part in paths if not part.is_file()), None):
+        raise InputError(f"`{missing}` is missing", f"all {count} parts must lie in one folder")
+    return paths
+
+
+def _number(header: Header, key: str) -> int:
     try:
-        reader = gguf.GGUFReader(path)
-    except Exception as failure:  # it raises whatever the damage leads to
-        reason = str(failure).strip() or type(failure).__name__
-        raise InputError(f"`{path}` is not a GGUF file that can be read: {reason}", _DAMAGED) from failure
-    if reader.byte_order != "I":
-        raise InputError(f"`{path}` has the other byte order", "convert it with gguf-py's `gguf-convert-endian`")
-    parts = reader.get_field("split.count")
-    if parts is not None and parts.contents() > 1:
-        raise InputError(f"`{path}` is one of {parts.contents()} parts", "join them with llama.cpp's `llama-gguf-split --merge`")
-    return reader
+        return int(header.fields[key].contents()) if key in header.fields else 0
+    except (TypeError, ValueError) as failure:
+        raise InputError(f"`{key}` is not a number", _DAMAGED) from failure
 
 
-def _decoded(tensor: Any) -> Tensor:
+def _open_one(path: Path) -> Header:
+    try:
+        return gguf_header.read(path)
+    except (ValueError, struct.error, OverflowError) as failure:
+        raise InputError(f"`{path}` is not a GGUF file that can be read: {failure}", _DAMAGED) from failure
+    except OSError as failure:
+        raise InputError(f"`{path}` cannot be read: {failure.strerror}", "check the path and its permissions") from failure
+
+
+def _decoded(tensor: Any, expert: int | None) -> Tensor:
     import numpy as np
     import torch
     from gguf import quants
 
-    data = np.array(tensor.data)  # a copy: torch does not take a read-only map
+    data = np.array(tensor.data if expert is None else tensor.data[expert])  # a copy: torch does not take a read-only map
     if tensor.tensor_type.name in {"F32", "F16"}:
         return torch.from_numpy(data)
     if tensor.tensor_type.name == "BF16":

@@ -52,6 +52,7 @@ class Format(ABC):
     about: str  # one line for people
     levels: tuple[float, ...] | None  # value of each code, in code order; None: a plain cast
     run: int | None  # columns under one scale; None: the whole row
+    version: int = 1  # of its storage: raised when the same parts would be read differently
     block: int = 1  # columns packed together: a row holds a whole number of blocks
     tensor_wide: bool = False  # one scale for the whole weight, fitted once and passed on as `fixed`
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fewbits.formats import Grid, Parts
 
 BACKENDS = ("native-avx512", "native-avx2", "native-neon", "native-scalar", "reference")  # fastest first
-_ABI = 5  # native/kernels.h holds the same number
+ABI = 5  # native/kernels.h holds the same number
 _FORCE = "FEWBITS_KERNEL"
 
 
@@ -176,8 +176,8 @@ def native_missing() -> str | None:
         found = getattr(_native(), "ABI", None)
     except ImportError as error:
         return f"the native module cannot be loaded ({error}); `pip install .` builds it"
-    if found != _ABI:
-        return f"the native module was built for interface {found}, this fewbits needs {_ABI}; `pip install .` builds it anew"
+    if found != ABI:
+        return f"the native module was built for interface {found}, this fewbits needs {ABI}; `pip install .` builds it anew"
     return None
 
 

@@ -160,8 +160,8 @@ def with_activations(plan: Plan, chosen: Mapping[str, Activation]) -> Plan:
     return replace(plan, entries=tuple(replace(e, activation=chosen.get(e.weight, e.activation)) for e in plan.entries))
 
 
-def checked(plan: Plan, weights: Iterable[Weight], target: Target) -> Plan:
-    """The same plan, or an error where the target cannot carry its activations or its KV cache."""
+def checked(plan: Plan, weights: Sequence[Weight], target: Target) -> Plan:
+    """The same plan, or an error where the target cannot carry its activations, its KV cache or all of it together."""
     elsewhere = "leave it out, or use `--to fewbits`"
     if plan.kv is not None:
         plan = replace(plan, kv=kv.get(plan.kv).name)
@@ -175,6 +175,8 @@ def checked(plan: Plan, weights: Iterable[Weight], target: Target) -> Plan:
             raise InputError(f"`{weight.name}` is looked up, not multiplied: it has no activation", "leave it out of the plan")
         if why_not := target.accepts_activation(weight, formats.get(entry.format), entry.activation):
             raise InputError(f"{target.name} does not round the input of `{weight.name}` to {entry.activation.name}: {why_not}", elsewhere)
+    if why_not := target.accepts_plan(plan, weights):
+        raise InputError(f"{target.name} cannot hold this plan: {why_not}", "change the plan, or use another `--to`")
     return plan
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from fewbits.reporting.terminal import console, note, size
 
 if TYPE_CHECKING:
-    from fewbits.benchmarks.decoding import DecodeBench
+    from fewbits.benchmarks.dequantizing import DequantizeBench
     from fewbits.benchmarks.kernels import Case, KernelBench, Result
     from fewbits.benchmarks.quantizing import QuantizeBench
     from fewbits.benchmarks.roofline import Limit, Limits
@@ -107,7 +107,7 @@ def quantizers(result: QuantizeBench) -> None:
         console.print(escape(f"{result.peer}; ggml_quantize_chunk, rows split among {_threads(result.threads)}"))
 
 
-def decoders(result: DecodeBench) -> None:
+def decoders(result: DequantizeBench) -> None:
     title = f"decoding {result.k} x {result.n} to float32, {_threads(result.threads)}: billion weights per second"
     table = _table(("format", "kernel", "fewbits", "ggml", "x ggml"))
     for row in result.rows:

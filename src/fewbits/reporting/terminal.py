@@ -77,7 +77,7 @@ def outcomes(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
     if chosen:
         methods = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
         console.print(f"codes: {methods}; predicted KL on held-out samples {chosen:.5f}, by plain rounding {rounding:.5f}")
-        placed = [row["places"] for row in outcomes.values() if "gptq" in row.get("places", {})]
+        placed = [row["places"] for row in outcomes.values() if None not in row.get("places", {}).get("gptq", (None,))]
         for place, label in ((0, "position 0"), (1, "later positions")) if placed else ():
             ours, plain = (sum(float(row[name][place]) for row in placed) / len(placed) for name in ("gptq", "rtn"))
             console.print(f"  held-out output error at {label}: gptq {ours:.1e}, rounding {plain:.1e} (mean over {len(placed)} weights)")

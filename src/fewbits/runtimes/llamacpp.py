@@ -128,20 +128,20 @@ class LlamaCppSession(Session):
         import torch
 
         self._check(len(tokens), tokens)
-        self._forget()
+        self.forget()
         starts = range(0, len(tokens), _BATCH)
-        return torch.cat([self._decode(tokens[start : start + _BATCH], start, every=True) for start in starts])
+        return torch.cat([self.decode(tokens[start : start + _BATCH], start, every=True) for start in starts])
 
     def generate(self, tokens: list[int], count: int) -> list[int]:
         """Greedy, with llama.cpp's own cache: one token at a time after the prompt."""
         self._check(len(tokens) + count, tokens)
-        self._forget()
+        self.forget()
         for start in range(0, len(tokens), _BATCH):
-            last = self._decode(tokens[start : start + _BATCH], start, every=False)
+            last = self.decode(tokens[start : start + _BATCH], start, every=False)
         made: list[int] = []
         while len(made) < count:
             made.append(int(last[-1].argmax()))
-            last = self._decode(made[-1:], len(tokens) + len(made) - 1, every=False)
+            last = self.decode(made[-1:], len(tokens) + len(made) - 1, every=False)
         return made
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
@@ -168,10 +168,10 @@ class LlamaCppSession(Session):
         if not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
             raise InputError(f"token {max(tokens)} is outside the vocabulary of {self.vocabulary}", "is it the tokenizer of another model?")
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
 
-    def _decode(self, tokens: Sequence[int], start: int, every: bool) -> Tensor:
+    def decode(self, tokens: Sequence[int], start: int, every: bool) -> Tensor:
         """Logits of these tokens, or of the last one alone, after those already in the cache."""
         import numpy as np
         import torch

@@ -13,15 +13,24 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits.errors import InputError
+from fewbits.errors import FewbitsError, InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fewbits.activations import Activation
     from fewbits.artifact import Artifact
     from fewbits.drafting import Draft
     from fewbits.formats import Format
     from fewbits.model import Weight
+    from fewbits.planning import Plan
     from fewbits.progress import Progress
+
+
+class WrongFileError(FewbitsError):
+    """What was written is not what was planned."""
+
+    exit_code = 1
 
 
 class Target(ABC):
@@ -60,6 +69,10 @@ class Target(ABC):
     def supports(self, config: Any, tokenizer: Any) -> str | None:
         """Why a model with this transformers config and tokenizer cannot be written; None if it can. Asked before any work."""
 
+    def accepts_plan(self, plan: Plan, weights: Iterable[Weight]) -> str | None:
+        """Why a plan cannot be written although each of its formats can; None if it can."""
+        return None
+
     @abstractmethod
     def overhead(self, draft: Draft) -> int:
         """Bytes of the output that are not the planned weights' tensors, by a dry run: header, graph, tokenizer, norms, padding."""
@@ -67,6 +80,28 @@ class Target(ABC):
     @abstractmethod
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
         """The complete file at `path` (the caller names a temporary place and renames it)."""
+
+    @abstractmethod
+    def written(self, path: Path) -> dict[str, str]:
+        """The type of every weight in a file, read back by somebody else's reader."""
+
+    @abstractmethod
+    def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
+        """What `written` must call this weight in this format: several formats may be one type in the file."""
+
+    def check(self, plan: Plan, weights: Iterable[Weight], path: Path) -> None:
+        """Every type in the file is the plan's, tensor by tensor."""
+        from fewbits import formats
+
+        found = self.written(path)
+        for weight in weights:
+            entry = plan[weight.name]
+            wanted = self.written_as(weight, formats.get(entry.format), entry.activation)
+            if (own := found.get(weight.name) or found.get(weight.parameter)) != wanted:
+                says = f"has `{weight.name}` as {own}" if own else f"has no `{weight.name}`"
+                raise WrongFileError(
+                    f"the {self.name} file {says}, and the plan says {wanted}", "this is a bug of fewbits: please report it"
+                )
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,9 @@ if TYPE_CHECKING:
     from fewbits.progress import Progress
 
 
-_PER_PART = 400  # of the files' headers and of fewbits.json: a part's name, type, place, and how its codes were chosen; an upper bound
+# What describes the tensors, an upper bound: a tensor in its header and in the index, each with its name; a weight in fewbits.json with
+# its error and how its codes were chosen; and once for all the files' hashes, what config.json is told, and the verdicts still to come.
+_PER_TENSOR, _PER_WEIGHT, _ONCE = 180, 700, 8192
 
 
 class Fewbits(Target):
@@ -64,19 +65,30 @@ class Fewbits(Target):
             draft.model.checkpoint.save_assets(Path(scratch))
             beside = sum(file.stat().st_size for file in Path(scratch).iterdir())
         rest = sum(tensor.nbytes for tensor in map(draft.tensor, draft.rest))
-        described = 2 * len(draft.plan.to_json()) + _PER_PART * (len(draft.rest) + 4 * len(draft.weights))
-        return beside + rest + described
+        tensors = [*draft.rest, *(f"{each.name}.{part}" for each in draft.weights for part in self._parts(draft, each))]
+        described = sum(2 * len(name) + _PER_TENSOR for name in tensors) + sum(3 * len(each.name) + _PER_WEIGHT for each in draft.weights)
+        return beside + rest + described + len(draft.plan.to_json()) + _ONCE
+
+    def _parts(self, draft: Draft, weight: Weight) -> dict[str, Any]:
+        from fewbits import formats
+
+        return dict(formats.get(draft.plan[weight.name].format).parts(weight.shape))
+
+    def written(self, path: Path) -> dict[str, str]:
+        from fewbits.artifact import Artifact  # which compares the header of every part with its format
+
+        return {entry.weight: entry.format for entry in Artifact(path).plan.entries}
+
+    def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
+        return fmt.name
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
+        from fewbits import artifact as artifacts
         from fewbits import planning
 
-        files = sorted(file for file in artifact.path.iterdir() if file.is_file())
-        path.mkdir()
-        for file in progress(files, len(files), "copying"):
-            shutil.copyfile(file, path / file.name)
         # the artifact may have been made for another target, whose prices its plan holds
-        plan = planning.read((path / "plan.json").read_text(), artifact.weights, self)
-        (path / "plan.json").write_text(plan.to_json())
+        plan = planning.read(artifact.plan.to_json(), artifact.weights, self)
+        artifacts.copy(artifact, path, plan, progress)
 
 
 TARGET = Fewbits()

@@ -15,9 +15,8 @@
 namespace fewbits {
 namespace {
 
-constexpr size_t kFewRows = 1;                // up to here the packed bytes are read once for each row of activations
-constexpr size_t kWorthAThread = 1 << 15;     // products; a thread of the pool begins within a microsecond or two
-constexpr size_t kBytesAtATime = 1024 << 10;  // of weights, for one visit of a thread: it may be slower than its neighbours
+constexpr size_t kWorthAThread = 1 << 15;  // products; a thread of the pool begins within a microsecond or two
+constexpr size_t kBytesAtATime = 1 << 20;  // of weights, for one visit of a thread: it may be slower than its neighbours
 
 // Rows of activations in int8, as activations.h makes them. The arrays stay from call to call: a decode step makes hundreds of
 // them.
@@ -48,39 +47,19 @@ void for_visits(size_t visits, size_t products, int threads, const Visit& visit)
   });
 }
 
-// What the dot products of one row need besides: sums of its blocks.
-struct RowSums {
-  std::vector<int32_t> zeros, zeros_16;
-  std::vector<float> sum_32, sum_16;
+// Of each of four streams, in one visit: as long as they can be without leaving a thread idle at the end.
+size_t rows_at_a_time(size_t rows, size_t row_bytes, int threads) {
+  const size_t equal = static_cast<size_t>(std::max(1, threads)), turns = 1 + rows * row_bytes / (equal * kBytesAtATime);
+  return std::max<size_t>(1, (rows + 4 * equal * turns - 1) / (4 * equal * turns));
+}
 
-  ActivationRow fill(const Rows& rows, size_t row, int zero) {
-    const size_t first = row * rows.blocks;
-    zeros.resize(rows.blocks);
-    sum_32.resize(rows.blocks);
-    sum_16.resize(2 * rows.blocks);
-    zeros_16.resize(2 * rows.blocks);
-    for (size_t b = 0; b < rows.blocks; ++b) {
-      const float scale = rows.scale[first + b];
-      const int32_t low = rows.sums[2 * (first + b)], high = rows.sums[2 * (first + b) + 1];
-      zeros[b] = -zero * (low + high);
-      zeros_16[2 * b] = -zero * low;
-      zeros_16[2 * b + 1] = -zero * high;
-      sum_32[b] = scale * static_cast<float>(low + high);
-      sum_16[2 * b] = scale * static_cast<float>(low);
-      sum_16[2 * b + 1] = scale * static_cast<float>(high);
-    }
-    return {rows.q.data() + 32 * first, rows.scale.data() + first, zeros.data(), zeros_16.data(), sum_32.data(), sum_16.data()};
-  }
-};
-
-void stream_row(const Product& product, const ActivationRow& x, size_t row, int threads) {
+void stream_row(const Product& product, const ActivationRow& x, int threads) {
   size_t row_bytes = 0;
   for (const size_t stride : product.weight.stride) row_bytes += stride;
-  // four streams of rows, each several pages long
-  const size_t length = std::max<size_t>(1, kBytesAtATime / std::max<size_t>(1, row_bytes) / 4), at_a_time = 4 * length;
+  const size_t at_a_time = 4 * rows_at_a_time(product.weights, row_bytes, threads);
   const size_t visits = (product.weights + at_a_time - 1) / at_a_time;
   const Functions& of = product.kernel.of;
-  float* const out = product.out + row * product.weights;
+  float* const out = product.out;
   for_visits(visits, product.weights * product.cols, threads, [&](size_t visit) {
     const size_t first = visit * at_a_time, count = std::min(at_a_time, product.weights - first), apart = count / 4;
     std::array<const uint8_t*, kMaxFields> parts[4];
@@ -169,13 +148,12 @@ void fill_from_tiles(const Product& product, const Tiling& tiling, const TileFun
 }
 
 // One row of activations, in kStreams places at once: a core reads memory faster so than in one.
-void stream_stripes(const Product& product, const ActivationRow& x, size_t row, int threads) {
+void stream_stripes(const Product& product, const ActivationRow& x, int threads) {
   const Tiling tiling(product.kernel, product.cols);
   const TileFunctions of = find_tiles(product.kernel.isa, tiling.bytes);
   const size_t stripes = tiling.stripes(product.weights), stripe_bytes = tiling.stripe_bytes();
-  const size_t length = std::max<size_t>(1, kBytesAtATime / kStreams / std::max<size_t>(1, stripe_bytes));
-  const size_t at_a_time = kStreams * length;
-  float* const out = product.out + row * product.weights;
+  const size_t at_a_time = kStreams * rows_at_a_time(stripes, stripe_bytes, threads);
+  float* const out = product.out;
   for_visits((stripes + at_a_time - 1) / at_a_time, product.weights * product.cols, threads, [&](size_t visit) {
     StripeSums sums[kStreams];
     const size_t first = visit * at_a_time, end = std::min(first + at_a_time, stripes);
@@ -241,14 +219,42 @@ void multiply_panels(const Product& product, const Rows& rows, int threads) {
 }  // namespace
 
 void multiply(const Product& product, int threads) {
-  thread_local Rows rows;
-  rows.fill(product, threads);
-  if (product.rows > kFewRows) return multiply_panels(product, rows, threads);
-  thread_local RowSums sums;
-  for (size_t row = 0; row < product.rows; ++row) {
-    const ActivationRow x = sums.fill(rows, row, product.kernel.of.bytes.zero);
-    product.tiles ? stream_stripes(product, x, row, threads) : stream_row(product, x, row, threads);
+  if (product.rows > 1) {
+    thread_local Rows rows;
+    rows.fill(product, threads);
+    return multiply_panels(product, rows, threads);
   }
+  thread_local QuantizedRow row;
+  row.fill(product.kernel.isa, product.x, product.cols);
+  multiply_row(product, row, threads);
+}
+
+void multiply_row(const Product& product, QuantizedRow& x, int threads) {
+  const ActivationRow row = x.with_zero(product.kernel.of.bytes.zero);
+  product.tiles ? stream_stripes(product, row, threads) : stream_row(product, row, threads);
+}
+
+void QuantizedRow::fill(const char* isa, const float* x, size_t cols) {
+  const size_t padded = padded_columns(cols), blocks = padded / 32;
+  q_.resize(padded);
+  scale_.resize(blocks);
+  sums_.resize(2 * blocks);
+  find_quantize_row(isa)(x, cols, q_.data(), scale_.data(), sums_.data());
+  sum_32_.resize(blocks);
+  sum_16_.resize(2 * blocks);
+  for (size_t b = 0; b < blocks; ++b) {
+    sum_32_[b] = scale_[b] * static_cast<float>(sums_[2 * b] + sums_[2 * b + 1]);
+    sum_16_[2 * b] = scale_[b] * static_cast<float>(sums_[2 * b]);
+    sum_16_[2 * b + 1] = scale_[b] * static_cast<float>(sums_[2 * b + 1]);
+  }
+}
+
+ActivationRow QuantizedRow::with_zero(int zero) {
+  zeros_.resize(scale_.size());
+  zeros_16_.resize(sums_.size());
+  for (size_t i = 0; i < sums_.size(); ++i) zeros_16_[i] = -zero * sums_[i];
+  for (size_t b = 0; b < zeros_.size(); ++b) zeros_[b] = zeros_16_[2 * b] + zeros_16_[2 * b + 1];
+  return {q_.data(), scale_.data(), zeros_.data(), zeros_16_.data(), sum_32_.data(), sum_16_.data()};
 }
 
 }  // namespace fewbits

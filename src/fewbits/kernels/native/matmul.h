@@ -1,6 +1,8 @@
 // x (rows, cols) times a packed weight (weights, cols) transposed -> out (rows, weights), activations rounded to int8 on the way.
 #pragma once
 
+#include <vector>
+
 #include "kernels.h"
 
 namespace fewbits {
@@ -29,5 +31,19 @@ struct Product {
 };
 
 void multiply(const Product& product, int threads);
+
+// One row of activations in int8, for all weights that read it. The arrays stay from call to call.
+class QuantizedRow {
+ public:
+  void fill(const char* isa, const float* x, size_t cols);
+  ActivationRow with_zero(int zero);  // of a format's bytes; good until the next call
+
+ private:
+  std::vector<int8_t> q_;
+  std::vector<float> scale_, sum_32_, sum_16_;
+  std::vector<int32_t> sums_, zeros_, zeros_16_;
+};
+
+void multiply_row(const Product& product, QuantizedRow& x, int threads);  // product.x is not read
 
 }  // namespace fewbits

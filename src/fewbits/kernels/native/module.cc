@@ -264,6 +264,7 @@ void register_attention(nb::module_& m);   // attention.cc
 void register_norm(nb::module_& m);        // norm.cc
 void register_statistics(nb::module_& m);  // statistics.cc
 void register_roofline(nb::module_& m);    // roofline.cc
+void register_decoder(nb::module_& m);     // decoder.cc
 
 NB_MODULE(_native, m) {
   m.attr("ABI") = kAbi;
@@ -296,6 +297,7 @@ NB_MODULE(_native, m) {
   register_norm(m);
   register_statistics(m);
   register_roofline(m);
+  register_decoder(m);
 }
 
 }  // namespace fewbits

@@ -1,6 +1,7 @@
 """ONNX for ONNX Runtime: quantized weights stay packed and are executed packed, kept ones are stored in their own float type.
 
     linear      quantized: com.microsoft.MatMulNBits          kept: Cast, Transpose, MatMul (folded when a session loads)
+                with static int8 activations: QuantizeLinear, DequantizeLinear, MatMul (qdq.py)
     embedding   quantized: com.microsoft.GatherBlockQuantized  kept: Gather, Cast
     input_ids   int64 [batch, sequence]: the only input; shorter sequences of a batch are padded on the right
     logits      float32 [batch, sequence, vocabulary]
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits import formats
 from fewbits.errors import InputError, MissingError
 from fewbits.targets import Target
-from fewbits.targets.onnx import storage
+from fewbits.targets.onnx import qdq, storage
 
 if TYPE_CHECKING:
     from fewbits.activations import Activation
@@ -56,7 +57,9 @@ class Onnx(Target):
         found = storage.blocks(fmt, weight.shape[1])
         return found if isinstance(found, str) else None
 
-    def nbytes(self, weight: Weight, fmt: Format) -> int:
+    def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
+        if activation:
+            return sum(spec.nbytes for spec in qdq.specs(weight.shape, activation).values())
         if fmt.levels is None:
             return fmt.nbytes(weight.shape)
         found = storage.blocks(fmt, weight.shape[1])
@@ -64,9 +67,11 @@ class Onnx(Target):
         return found.nbytes(weight.shape)
 
     def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
-        if activation.static:
-            return "MatMulNBits takes float inputs and no scale for them"
-        return "MatMulNBits rounds its inputs to 8 bits by itself (accuracy level 4), with a scale per block of columns, not per token"
+        if not activation.static:
+            return "MatMulNBits rounds its inputs to 8 bits by itself (accuracy level 4), with a scale per block of columns, not per token"
+        if weight.kind == "embedding":
+            return "a table that is looked up is stored for MatMulNBits, which takes float inputs and no scale for them"
+        return qdq.refuses_activation(activation) or qdq.refuses(fmt)
 
     def accepts_kv(self, kv: str) -> str | None:
         return "the graph is written without a KV cache"
@@ -91,10 +96,15 @@ class Onnx(Target):
         return int(graph.nbytes(model, stores)) - draft.plan.nbytes
 
     def _stores(self, artifact: Artifact | Draft) -> dict[str, storage.Store]:
-        return {
-            weight.name: storage.store(formats.get(artifact.plan[weight.name].format), weight.shape, self.accuracy_level)
-            for weight in artifact.weights
-        }
+        found = {}
+        for weight in artifact.weights:
+            entry = artifact.plan[weight.name]
+            fmt, activation = formats.get(entry.format), entry.activation
+            if activation and (why_not := self.accepts_activation(weight, fmt, activation)):
+                # calibration leaves a weight that no text reached with a dynamic activation
+                raise InputError(f"`{weight.name}` cannot be written with {activation.name} activations: {why_not}", "edit the plan")
+            found[weight.name] = storage.store(fmt, weight.shape, self.accuracy_level, activation)
+        return found
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Weight]) -> None:
         graph = _graph()
@@ -107,6 +117,16 @@ class Onnx(Target):
         graph.fill(model, artifact, stores, progress)
         graph.describe(model, artifact, self.accuracy_level)
         graph.save(model, path)
+
+    def written(self, path: Path) -> dict[str, str]:
+        from fewbits.targets.onnx import reading
+
+        return reading.types(path)
+
+    def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
+        from fewbits.targets.onnx import reading
+
+        return reading.written_as(fmt, weight.shape[1], activation)
 
 
 def _graph() -> Any:

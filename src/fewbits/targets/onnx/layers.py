@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from fewbits.targets.onnx.storage import Store
 
 _DOMAIN = "com.microsoft"
+OPSET = 20  # of the operators that are not Microsoft's
 
 
 class Reader:
@@ -28,11 +29,23 @@ class Reader:
 
     def linear(self, x: Tensor) -> Tensor:  # (..., cols) -> (..., rows)
         owner: Any = self.owner
+        if self.store.activation:
+            return self._integer_linear(x)
         if self.store.blocks is None:
             return F.linear(x, owner.values.float())
         rows, cols = self.store.shape
         attributes = self._attributes() | {"K": cols, "N": rows, "accuracy_level": self.store.accuracy_level}
         return _op("MatMulNBits", (x, owner.codes, owner.scales, *self._zeros()), attributes, (*x.shape[:-1], rows))
+
+    def _integer_linear(self, x: Tensor) -> Tensor:  # see qdq.py
+        owner: Any = self.owner
+        assert self.store.activation
+        given = (owner.input_scale, owner.input_zero)
+        low = _op("Clip", (x, owner.input_low), {}, x.shape, "") if self.store.activation.symmetric else x
+        rounded = _op("QuantizeLinear", (low, *given), {}, x.shape, "", torch.uint8)
+        inputs = _op("DequantizeLinear", (rounded, *given), {}, x.shape, "")
+        weight = _op("DequantizeLinear", (owner.codes, owner.scales, owner.zeros), {"axis": 1}, owner.codes.shape, "")
+        return _op("MatMul", (inputs, weight), {}, (*x.shape[:-1], self.store.shape[0]), "")
 
     def gather(self, ids: Tensor) -> Tensor:  # (...) -> (..., cols)
         owner: Any = self.owner
@@ -111,6 +124,14 @@ def share(module: nn.Module, reader: Reader) -> Reader:
     return reader
 
 
-def _op(name: str, inputs: tuple[Tensor, ...], attributes: dict[str, int], shape: tuple[int, ...]) -> Tensor:
-    out: Tensor = torch.onnx.ops.symbolic(f"{_DOMAIN}::{name}", inputs, {**attributes}, dtype=torch.float32, shape=shape, version=1)
+def _op(
+    name: str,
+    inputs: tuple[Tensor, ...],
+    attributes: dict[str, int],
+    shape: tuple[int, ...],
+    domain: str = _DOMAIN,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    version = 1 if domain else OPSET
+    out: Tensor = torch.onnx.ops.symbolic(f"{domain}::{name}", inputs, {**attributes}, dtype=dtype, shape=shape, version=version)
     return out

@@ -6,6 +6,8 @@
             left out where it is 2^(bits-1) in all of them
     values  of a kept weight: [rows, cols] in its own type
 
+A weight whose inputs are rounded by a calibrated scale lies otherwise: see qdq.py.
+
 Scales are float16 values stored as float32, 0.5 bits per weight more at blocks of 32. MatMulNBits wants the type of its input,
 and a Cast in the graph would not do: ONNX Runtime 1.31 reads scales that are not initializers as garbage at accuracy level 4
 (relative error 1.0, no message) as soon as a session is opened without graph optimizations. Codes are safe behind a Reshape.
@@ -17,10 +19,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fewbits.formats import Spec
+from fewbits.targets.onnx import qdq
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fewbits.activations import Activation
     from fewbits.formats import Format, Parts, Shape
 
 _BITS = (2, 4, 8)
@@ -46,17 +50,22 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Store:
-    """One weight of the file; a kept one has no blocks."""
+    """One weight of the file; a kept one has no blocks, and neither has one that is multiplied in integers."""
 
     fmt: Format
     shape: Shape
     blocks: Blocks | None
     accuracy_level: int
+    activation: Activation | None = None  # static: what its inputs are rounded to
 
     def specs(self) -> dict[str, Spec]:
+        if self.activation:
+            return qdq.specs(self.shape, self.activation)
         return self.blocks.specs(self.shape) if self.blocks else self.fmt.parts(self.shape)
 
     def arrays(self, parts: Parts) -> dict[str, Tensor]:
+        if self.activation:
+            return qdq.arrays(self.fmt, self.shape, self.activation, parts)
         if self.blocks is None:
             return parts
         from fewbits.packing import bitstream
@@ -76,10 +85,10 @@ class Store:
         return arrays | ({"zeros": bitstream.pack(zeros, bits)} if self.blocks.zeros else {})
 
 
-def store(fmt: Format, shape: Shape, accuracy_level: int) -> Store:
-    found = blocks(fmt, shape[1]) if fmt.levels else None
+def store(fmt: Format, shape: Shape, accuracy_level: int, activation: Activation | None = None) -> Store:
+    found = blocks(fmt, shape[1]) if fmt.levels and not activation else None
     assert not isinstance(found, str), found
-    return Store(fmt, shape, found, accuracy_level)
+    return Store(fmt, shape, found, accuracy_level, activation)
 
 
 def blocks(fmt: Format, cols: int) -> Blocks | str:

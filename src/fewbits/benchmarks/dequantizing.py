@@ -1,4 +1,4 @@
-"""`fewbits bench decode`: packed weights back to float32, in billions per second, against ggml's own functions on as many threads.
+"""`fewbits bench dequantize`: packed weights back to float32, in billions per second, against ggml's own functions on as many threads.
 
 The matrix fits a core's cache with its float32 output (4 MB), so that what is timed is the decoding and not the memory that it writes to.
 """
@@ -36,7 +36,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class DecodeBench:
+class DequantizeBench:
     k: int
     n: int
     threads: int
@@ -47,14 +47,14 @@ class DecodeBench:
         return asdict(self)
 
 
-def bench_decode(
+def bench_dequantize(
     names: Sequence[str] = FORMATS,
     shape: tuple[int, int] = SHAPE,
     threads: int | None = None,
     peers: bool = False,
     rounds: int = 2 * ROUNDS + 1,
     progress: Progress[Any] = silent,
-) -> DecodeBench:
+) -> DequantizeBench:
     fmts = formats_of(names)
     for fmt in fmts:
         if reason := fmt.fits((shape[1], shape[0])):
@@ -68,7 +68,7 @@ def bench_decode(
         rows = tuple(_row(packed(fmt, (shape[1], shape[0])), threads, peers, rounds) for fmt in steps)
     finally:
         torch.set_num_threads(before)
-    return DecodeBench(*shape, threads, peer, rows)
+    return DequantizeBench(*shape, threads, peer, rows)
 
 
 class GgmlDecoder:

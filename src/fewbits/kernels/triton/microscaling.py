@@ -1,0 +1,32 @@
+"""Floats of 4 bits (e2m1) under scales that are floats of 8: mxfp4, nvfp4, nvfp4_tensor.
+
+layout   a plane of 4 bits (layout.py); scale bytes (blocks, rows): E8M0 for each 32 columns, or UE4M3 for each 16; the factor of
+         nvfp4_tensor once per row
+bytes    mxfp4 0.531 per weight, nvfp4 0.563: as stored. A stored block of 17 bytes lies at no multiple of anything
+bound    memory up to 20 to 120 tokens, by the GPU (docs/kernels.md); tiles.csv has the shapes. Blackwell's tensor cores multiply both
+         types as they are; that path (tl.dot_scaled) rounds activations to 8 bits or fewer and is another product
+weights  scale * level: exact, but for nvfp4_tensor's factor, which rounds once as the reference does
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fewbits.kernels.triton.reading import e4m3, e8m0, entry
+
+
+@triton.jit
+def affine_powers(entries, n, inside, rows, k, j, RUN: tl.constexpr, WIDTH: tl.constexpr):
+    return e8m0(entry(entries[0], n, inside, rows, k, j, RUN, WIDTH).to(tl.int32)), None
+
+
+@triton.jit
+def affine(entries, n, inside, rows, k, j, RUN: tl.constexpr, WIDTH: tl.constexpr):
+    return e4m3(entry(entries[0], n, inside, rows, k, j, RUN, WIDTH).to(tl.int32) & 127), None
+
+
+@triton.jit
+def affine_with_factor(entries, n, inside, rows, k, j, RUN: tl.constexpr, WIDTH: tl.constexpr):
+    scale = e4m3(entry(entries[0], n, inside, rows, k, j, RUN, WIDTH).to(tl.int32) & 127)
+    return scale * entry(entries[1], n, inside, rows, k, j, 0, WIDTH), None

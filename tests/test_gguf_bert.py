@@ -1,0 +1,180 @@
+"""An encoder in GGUF: llama.cpp's embeddings are transformers', as its roundings and its curve of gelu explain."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import pydoc_data.topics
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from gguf_models import GGUF, LLAMA_CPP, TEXT, needs_llama_cpp, rms, rounding_like_llama_cpp, write
+from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
+
+from fewbits import formats, model, planning
+from fewbits.artifact import Artifact
+from fewbits.runtimes import llamacpp
+from fewbits.targets.gguf import types
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TEXTS = [text for text in pydoc_data.topics.topics.values() if text.isascii()][:20]
+
+
+def word_pieces(**casing: bool) -> Any:
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer(**casing)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=380, special_tokens=SPECIAL, show_progress=False))
+    backend.decoder = tokenizers.decoders.WordPiece()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    roles = {f"{name.strip('[]').lower()}_token": name for name in SPECIAL}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+
+
+def save_bert(folder: Path, **settings: Any) -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 400}
+    torch.manual_seed(0)
+    made = transformers.BertModel(transformers.BertConfig(**sizes, max_position_embeddings=128, initializer_range=0.2, **settings))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + name.endswith("LayerNorm.weight"))
+    made.save_pretrained(folder)
+    word_pieces().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> model.Model:
+    return model.open(save_bert(tmp_path_factory.mktemp("bert") / "tiny"))
+
+
+def embeddings(path: Path, tokens: Sequence[int], width: int, pooled: bool) -> torch.Tensor:
+    """Of every token, or of the text, by llama.cpp."""
+    session = LLAMA_CPP.open(path, 128)
+    library, context = session._library, session._context
+    floats = ctypes.POINTER(ctypes.c_float)
+    library.llama_set_embeddings.argtypes, library.llama_set_embeddings.restype = [ctypes.c_void_p, ctypes.c_bool], None
+    library.llama_encode.argtypes, library.llama_encode.restype = [ctypes.c_void_p, llamacpp._Batch], ctypes.c_int32
+    library.llama_get_embeddings.argtypes, library.llama_get_embeddings.restype = [ctypes.c_void_p], floats
+    library.llama_get_embeddings_seq.argtypes, library.llama_get_embeddings_seq.restype = [ctypes.c_void_p, ctypes.c_int32], floats
+    library.llama_set_embeddings(context, True)
+    batch = library.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, 1
+    assert library.llama_encode(context, batch) == 0
+    found = library.llama_get_embeddings_seq(context, 0) if pooled else library.llama_get_embeddings(context)
+    assert bool(found), "llama.cpp has no embedding of the text: the file does not say how tokens are pooled"
+    array = np.ctypeslib.as_array(found, (1 if pooled else len(tokens), width)).copy()
+    library.llama_batch_free(batch)
+    session.close()
+    return torch.from_numpy(array)
+
+
+def attention_like_llama_cpp(_: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _mask: Any, scaling: float, **__: Any) -> Any:
+    """Key after key, with the sum of values in float16: in an encoder, where every token attends to all, that is most of its error."""
+    q, k, v = (x.half().float() for x in (q, k, v))
+    scores = (q @ k.transpose(-1, -2)) * scaling
+    top, weight, total = torch.full_like(scores[..., :1], -torch.inf), torch.zeros_like(scores[..., :1]), torch.zeros_like(q)
+    for j in range(scores.shape[-1]):
+        higher = torch.maximum(top, scores[..., j : j + 1])
+        shrunk, own = (top - higher).exp(), (scores[..., j : j + 1] - higher).exp()
+        total = ((total * shrunk).half().float() + v[..., j : j + 1, :] * own).half().float()
+        top, weight = higher, weight * shrunk + own
+    return (total / weight).transpose(1, 2).contiguous(), None
+
+
+transformers.AttentionInterface.register("like llama.cpp", attention_like_llama_cpp)
+
+
+def hidden(made: Artifact, tokens: Sequence[int], like_llama_cpp: bool = False) -> torch.Tensor:
+    module = made.module()
+    with ExitStack() as rounding, torch.no_grad():
+        if like_llama_cpp:
+            for layer in module.encoder.layer:
+                layer.intermediate.intermediate_act_fn = transformers.activations.ACT2FN["gelu_pytorch_tanh"]
+            module.config._attn_implementation = "like llama.cpp"
+            rounding.enter_context(rounding_like_llama_cpp(module, made))
+        found: torch.Tensor = module(torch.tensor([tokens])).last_hidden_state[0]
+    return found
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("fmt", ["fp32", "int8_channel", "q4_0"])
+def test_llama_cpps_embeddings_are_those_of_the_decoded_weights(fmt: str, source: model.Model, tmp_path: Path) -> None:
+    made, file = write(source, fmt, [], tmp_path)
+    tokens = made.tokenizer.encode(TEXT)
+    expected, imitated = hidden(made, tokens), hidden(made, tokens, like_llama_cpp=True)
+    found = embeddings(file, tokens, 64, pooled=False)
+    ratio = rms(found - expected) / rms(imitated - expected)
+    assert ratio < 1.5, f"llama.cpp is {ratio:.2f} times as far from the decoded weights as its roundings explain"
+    # one minus a cosine is half the square of the angle
+    turned, explained = (1 - torch.cosine_similarity(one.double(), expected.double()).mean() for one in (found, imitated))
+    assert turned < 1.5**2 * explained < (1e-5 if fmt == "fp32" else 1e-3)
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("said", [{"pooling_mode_mean_tokens": True}, {"pooling_mode": "cls", "pooling_mode_mean_tokens": False}])
+def test_a_text_is_pooled_as_sentence_transformers_says(said: dict[str, object], source: model.Model, tmp_path: Path) -> None:
+    made, _ = write(source, "fp32", [], tmp_path)
+    (made.path / "1_Pooling").mkdir()
+    (made.path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, **said}))
+    GGUF.write(made, tmp_path / "pooled.gguf", lambda steps, *_: steps)
+    tokens = made.tokenizer.encode(TEXT)
+    expected = hidden(made, tokens)
+    expected = expected[0] if "pooling_mode" in said else expected.mean(0)
+    found = embeddings(tmp_path / "pooled.gguf", tokens, 64, pooled=True)[0]
+    assert torch.cosine_similarity(found, expected, 0) > 0.9999
+
+
+def test_nothing_is_said_of_pooling_that_the_model_does_not_say(source: model.Model, tmp_path: Path) -> None:
+    _, file = write(source, "fp32", [], tmp_path)
+    fields = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+    assert "bert.pooling_type" not in fields and fields["bert.attention.causal"] is False
+
+
+def test_token_types_stay_in_float32(source: model.Model) -> None:
+    plan = planning.uniform(source.weights, GGUF, formats.get("q8_0"))
+    entry = plan["embeddings.token_type_embeddings"]
+    assert entry.format == "fp32" and entry.fallback and "in float32" in entry.reason
+
+
+def test_the_model_comes_back(source: model.Model, tmp_path: Path) -> None:
+    made, file = write(source, "q8_0", [], tmp_path)
+    again = model.open(file)
+    assert [(weight.name, weight.shape) for weight in again.weights] == [(weight.name, weight.shape) for weight in source.weights]
+    for weight in again.weights:
+        assert torch.equal(again.load(weight), made.decoded(weight)), weight.name
+    assert types(file) == {entry.weight: entry.format for entry in made.plan.entries}
+    assert again.tokenizer.encode(TEXT) == source.tokenizer.encode(TEXT)
+
+
+@needs_llama_cpp
+def test_a_file_of_llama_cpps_converter_has_no_pooler(source: model.Model, tmp_path: Path) -> None:
+    """It leaves `pooler.dense` out, because no embedding is made with it: such a file opens, and its embeddings stay."""
+    made, file = write(source, "fp32", [], tmp_path)
+    reader, writer = gguf.GGUFReader(file), gguf.GGUFWriter(tmp_path / "bare.gguf", "")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF."):
+            writer.kv_data[0][name] = gguf.gguf_writer.GGUFValue(field.contents(), field.types[0], [*field.types, None][1])
+    for tensor in reader.tensors:
+        if not tensor.name.startswith("cls."):
+            writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    _, again = write(model.open(tmp_path / "bare.gguf"), "fp32", [], tmp_path / "again")
+    tokens = made.tokenizer.encode(TEXT)
+    assert torch.equal(embeddings(again, tokens, 64, pooled=False), embeddings(file, tokens, 64, pooled=False))
