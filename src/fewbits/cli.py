@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from fewbits import cli_bench, cli_compare, cli_plan, cli_run
+from fewbits import cli_bench, cli_compare, cli_onnx, cli_plan, cli_run
 from fewbits.cli_options import (
     Bandwidth,
     Calibration,
@@ -21,10 +21,12 @@ from fewbits.cli_options import (
     HeldOut,
     Json,
     Length,
+    MaxError,
     MaxKl,
     MaxPplRatio,
     Memory,
     MinAgreement,
+    MinCosine,
     MinSpeed,
     ModelArg,
     Offline,
@@ -33,7 +35,9 @@ from fewbits.cli_options import (
     Samples,
     Seed,
     Size,
+    SplitSize,
     Strategy,
+    To,
     Together,
     Tokens,
     bytes_of,
@@ -84,7 +88,7 @@ def demo(
 def quantize(
     model: ModelArg,
     out: Annotated[Path, typer.Option("-o", "--out", help="File (or folder) to write.")],
-    to: Annotated[str | None, typer.Option("--to", help="gguf or onnx. Default: by the name of the output, or gguf.")] = None,
+    to: To = None,
     size: Size = None,
     fits: Fits = None,
     context: Context = None,
@@ -120,12 +124,26 @@ def quantize(
     max_ppl_ratio: MaxPplRatio = None,
     length: Length = None,
     tokens: Tokens = 16384,
+    min_cosine: MinCosine = None,
+    max_error: MaxError = None,
+    split_size: SplitSize = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Write the file without running it.")] = False,
     offline: Offline = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """A checkpoint to a quantized file, verified in the runtime that it is meant for."""
+    """A checkpoint to a quantized file, verified in the runtime that it is meant for. Or a float .onnx file to a packed one."""
+    if model.lower().endswith(".onnx"):
+        given = {
+            "--size": size, "--fits": fits, "--kv": kv, "--stats": stats, "--rewrite": rewrite != "none", "--tune": tune, "--to": to,
+            "--sequential": sequential, "--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio,
+            "--held-out": held_out, "--formats": formats, "--together": together, "--split-size": split_size,
+        }  # fmt: skip
+        cli_onnx.quantize(
+            model, out, given, as_json, quiet, format=format, plan=plan, override=override or (), method=method, activations=activations,
+            data=data or (), samples=samples, seed=seed, min_cosine=min_cosine, max_error=max_error, no_verify=no_verify,
+        )  # fmt: skip
+    cli_onnx.refuse_thresholds(min_cosine, max_error)
     from fewbits.pipeline import quantize as run
     from fewbits.pipeline import size_of
     from fewbits.planning.speeds import parse_bandwidth
@@ -135,7 +153,8 @@ def quantize(
     if used and not (as_json or quiet):
         _warn_about_default_text(model, " and ".join(used))
     result = run(
-        model, out, to=to, size=size, fits=fits, context=context, format=format, plan=plan, override=override or (),
+        model, out, to=to, split=None if split_size is None else bytes_of(split_size), size=size, fits=fits, context=context,
+        format=format, plan=plan, override=override or (),
         formats=names_of(formats), together=together or (), min_speed=min_speed,
         bandwidth=parse_bandwidth(bandwidth), strategy=strategy, rounds=rounds, method=method, data=data or (), held_out=held_out or (),
         stats=stats, samples=samples, seed=seed,
@@ -259,21 +278,29 @@ def inspect(
 
 @app.command()
 def verify(
-    path: Annotated[Path, typer.Argument(metavar="OUT", help="A .gguf, an .onnx or a fewbits artifact.")],
+    path: Annotated[Path, typer.Argument(metavar="OUT", help="A .gguf, an .onnx, or a folder that fewbits wrote.")],
     against: Annotated[str, typer.Option("--against", metavar="MODEL", help="The float model.")],
     data: Data = None,
-    runtime: Annotated[str, typer.Option("--runtime", help="auto, llama.cpp, onnxruntime or torch.")] = "auto",
+    runtime: Annotated[
+        str, typer.Option("--runtime", help="auto, llama.cpp, onnxruntime, onnxruntime-genai, transformers or torch.")
+    ] = "auto",
     max_kl: MaxKl = None,
     min_agreement: MinAgreement = None,
     max_ppl_ratio: MaxPplRatio = None,
     length: Length = None,
     tokens: Tokens = 16384,
+    min_cosine: MinCosine = None,
+    max_error: MaxError = None,
     no_floor: Annotated[bool, typer.Option("--no-floor", help="Do not also run the float file in the same runtime.")] = False,
     offline: Offline = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a file in the runtime it is meant for, and judge it against the float model."""
+    """Run a file in the runtime it is meant for, and judge it against the float model; an .onnx file also against a float .onnx file."""
+    if against.lower().endswith(".onnx"):
+        given = {"--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio, "--length": length}
+        cli_onnx.verify(path, against, given, as_json, quiet, data=data or (), min_cosine=min_cosine, max_error=max_error)
+    cli_onnx.refuse_thresholds(min_cosine, max_error)
     from fewbits.pipeline import verify as run
     from fewbits.reporting import terminal
 
@@ -294,7 +321,8 @@ def verify(
 def export(
     artifact: Annotated[Path, typer.Argument(help="A fewbits artifact folder.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="File (or folder) to write.")],
-    to: Annotated[str | None, typer.Option("--to", help="gguf or onnx. Default: by the name of the output, or gguf.")] = None,
+    to: To = None,
+    split_size: SplitSize = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -303,7 +331,8 @@ def export(
     from fewbits.pipeline import size_of
     from fewbits.reporting import terminal
 
-    path = run(artifact, out, to=to, progress=progress_for(as_json, quiet))
+    split = None if split_size is None else bytes_of(split_size)
+    path = run(artifact, out, to=to, split=split, progress=progress_for(as_json, quiet))
     if as_json:
         show_json({"file": str(path), "bytes": size_of(path)})
     elif not quiet:

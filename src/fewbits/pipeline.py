@@ -78,6 +78,7 @@ def quantize(
     out: str | Path,
     *,
     to: str | None = None,
+    split: int | None = None,
     format: str | None = None,
     plan: str | Path | None = None,
     size: str | None = None,
@@ -116,7 +117,7 @@ def quantize(
     What can be refused is refused before any work. `to` follows from the name of `out` where it is not given. `data` is text to
     calibrate with; what is judged on is `held_out`, or a part of `data` that calibration does not see, or the embedded text.
     """
-    target, limits = target_for(Path(out), to), Thresholds(max_kl, min_agreement, max_ppl_ratio)
+    target, limits = target_for(Path(out), to, split), Thresholds(max_kl, min_agreement, max_ppl_ratio)
     path, budget = output_path(Path(out), target), Budget(size, fits, context, limits)
     wished = Wishes(listed(formats), listed(override), listed(together), strategy, kv, min_speed, bandwidth)
     fixed = [given for given in (format, plan, size, fits) if given is not None]
@@ -209,9 +210,11 @@ def make_plan(
     return made
 
 
-def export(artifact: Artifact | str | Path, out: str | Path, *, to: str | None = None, progress: Progress[Any] = silent) -> Path:
-    """One artifact to any target that accepts its formats."""
-    target = target_for(Path(out), to)
+def export(
+    artifact: Artifact | str | Path, out: str | Path, *, to: str | None = None, split: int | None = None, progress: Progress[Any] = silent
+) -> Path:
+    """One artifact to any target that accepts its formats. `split`: bytes of tensors in each of several GGUF files."""
+    target = target_for(Path(out), to, split)
     if not isinstance(artifact, Artifact):
         artifact = Artifact(Path(artifact))
     path = output_path(Path(out), target)
@@ -301,8 +304,14 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.iterdir())
 
 
-def target_for(out: Path, to: str | None) -> Target:
+def target_for(out: Path, to: str | None, split: int | None = None) -> Target:
     """The one asked for, or the one whose files are called so; a name that contradicts the target is refused."""
+    if split is not None:
+        from fewbits.targets.gguf import Gguf
+
+        if to not in (None, "gguf") or out.suffix:
+            raise InputError("`--split-size` writes a folder of GGUF files", "give `-o` a folder's name and `--to gguf`, or leave it out")
+        return Gguf(split)
     by_name = next((t for t in targets.all().values() if out.suffix.lower() == Path(t.file_name).suffix), None)
     target = targets.get(to) if to else by_name or targets.get("gguf")
     if by_name and by_name != target:
@@ -312,6 +321,8 @@ def target_for(out: Path, to: str | None) -> Target:
 
 def output_path(out: Path, target: Target) -> Path:
     """A file name is taken as it is; anything else is a folder that receives the target's usual file."""
+    if not target.suffix:  # a folder of files that has the name given to it
+        return out
     return out if out.suffix.lower() == Path(target.file_name).suffix else out / target.file_name
 
 

@@ -212,6 +212,8 @@ class LlamaCpp(Runtime):
         return f"{PACKAGE} {installed_version(PACKAGE)}"
 
     def takes(self, path: Path) -> bool:
+        if path.is_dir():  # a split model
+            return any(path.glob("*-00001-of-*.gguf"))
         if not path.is_file():
             return False
         with path.open("rb") as file:
@@ -222,7 +224,9 @@ class LlamaCpp(Runtime):
             raise MissingError(f"llama.cpp cannot run here: {reason}", "pip install 'fewbits[llamacpp]'")
         if not self.takes(path):
             raise InputError(f"`{path}` is not a GGUF file", "give a file that `--to gguf` wrote")
-        return LlamaCppSession(path, context)
+        from fewbits.targets.gguf import first_part
+
+        return LlamaCppSession(first_part(path), context)
 
 
 RUNTIME = LlamaCpp()

@@ -2,11 +2,11 @@
 
 layout   x e4m3 (tokens, cols), w e4m3 or e5m2 (rows, cols), as torch has them. No repacking: rows are contiguous along columns
 bytes    1 per weight
-bound    memory up to 100 tokens or so, then compute: from sm_89 and gfx942 on the tensor cores take float8 at twice the rate of float16
+bound    memory up to 100 tokens or so, then compute: from sm_89 on the tensor cores take float8 at twice the rate of float16
 sums     float32. Hopper's float8 instruction keeps fewer bits while it adds, so that sums are moved to float32 after every step of WIDTH
          columns
-below    sm_80, sm_86 and AMD before gfx942 have no e4m3. Their codes become float16 by bits, exactly: an e4m3 is 2^-8 of its value read
-         as the upper bits of a float16, an e5m2 the upper byte of one; the product is then one of float16
+else     sm_80 and sm_86 have no e4m3, and gfx942's is another one. There codes become float32 by moving their bits to where it has them,
+         then float16, exactly; the product is one of float16
 decode   weights alone: level(code) * scale with a float32 scale per row, as `integers.affine` does for any level; rounds once, as the
          reference
 scales   one per token, one per row, both float32; then the bias

@@ -55,6 +55,8 @@ def level_in_place(
     """
     if KIND == "e2m1":
         return e2m1(low >> (8 * B + LOW * s))
+    if KIND == "e4m3":
+        return e4m3(low >> (8 * B))
     P: tl.constexpr = 8 * (B % 2) + LOW * (s % (8 // LOW))
     above = exponent if KIND == "integers" else 0
     if HIGH:
@@ -136,10 +138,9 @@ def e5m2(code):
 
 @triton.jit
 def e4m3(code):
-    """As float16 bits it is 2^-8 of its value, subnormals too; there is no infinity, and 0x7F is NaN."""
-    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-    value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    """Of the lowest eight bits, as `e2m1`: its exponents are then 2^120 below. There is no infinity, and 0x7F is NaN."""
+    bits = ((code << 24) >> 4) & -0x78100000
+    return tl.where((bits & 0x07F00000) == 0x07F00000, float("nan"), bits.to(tl.float32, bitcast=True) * 1.329227995784916e36)
 
 
 @triton.jit

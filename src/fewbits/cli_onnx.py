@@ -1,0 +1,49 @@
+"""`fewbits quantize` and `fewbits verify` where the float model is an .onnx file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from fewbits.cli_options import progress_for, show_json
+from fewbits.errors import InputError
+
+
+def quantize(model: str, out: Path, refused: Mapping[str, object], as_json: bool, quiet: bool, **how: Any) -> NoReturn:
+    """`refused`: options that mean nothing here, and whether they were given."""
+    from fewbits.onnx_files import command
+    from fewbits.reporting import onnx_files as report
+
+    _refuse(refused, "an .onnx file is quantized by `--format` or `--plan`, and judged by `--min-cosine` and `--max-error`")
+    result = command.quantize(model, out, progress=progress_for(as_json, quiet), **how)
+    if as_json:
+        show_json(result.to_dict())
+    elif not quiet:
+        report.quantized(result)
+    raise typer.Exit(0 if result.verdict is None or result.verdict.passed else 1)
+
+
+def verify(path: Path, against: str, refused: Mapping[str, object], as_json: bool, quiet: bool, **how: Any) -> NoReturn:
+    from fewbits.onnx_files import command
+    from fewbits.reporting import onnx_files as report
+
+    _refuse(refused, "outputs of .onnx files are judged by `--min-cosine` and `--max-error`")
+    verdict = command.verify(path, against, progress=progress_for(as_json, quiet), **how)
+    if as_json:
+        show_json(verdict.to_dict())
+    elif not quiet:
+        report.verdict(verdict)
+    raise typer.Exit(0 if verdict.passed else 1)
+
+
+def refuse_thresholds(min_cosine: float | None, max_error: float | None) -> None:
+    """Of language models, which are judged by their logits."""
+    _refuse({"--min-cosine": min_cosine, "--max-error": max_error}, "use `--max-kl`, `--min-agreement` or `--max-ppl-ratio`")
+
+
+def _refuse(options: Mapping[str, object], hint: str) -> None:
+    if name := next((name for name, given in options.items() if given not in (None, False, 0) and given != []), None):
+        raise InputError(f"`{name}` does not go with this kind of model", hint)
