@@ -5,16 +5,22 @@ NATIVE := CMakeLists.txt $(wildcard src/fewbits/kernels/native/*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test test-all test-neon test-sanitized lint format wheel wheel-check train clean readme-results
+.PHONY: bench-gpu-compile demo test test-all test-neon test-sanitized lint format wheel wheel-check train clean readme-results
 
 demo: .venv/ready
 	$(BIN)/fewbits demo -o demo-out
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --ignore tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/gpu
 
 test-all: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/gpu
+
+# Every kernel for GPUs, compiled for every architecture, and the tables of docs/kernels.md made anew: some twenty minutes.
+bench-gpu-compile: .venv/ready
+	$(BIN)/python -m fewbits.kernels.triton.listing docs/kernels.md
 
 # Kernels of AArch64 in an emulator; needs a cross compiler and qemu, says so, and is no part of `make test`.
 test-neon:
@@ -56,7 +62,7 @@ train: .venv/ready
 .venv/ready: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) cmake ninja nanobind scikit-build-core
-	$(PIP) --no-build-isolation -e '.[ct,genai,lint,llamacpp,onnx,test]'
+	$(PIP) --no-build-isolation -e '.[ct,genai,lint,llamacpp,onnx,test,triton]'
 	touch $@
 
 clean:

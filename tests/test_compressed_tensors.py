@@ -147,7 +147,8 @@ def test_types_read_back_are_those_of_the_plan(every_format: Written) -> None:
     found = reading.types(every_format.path)
     for weight in every_format.artifact.weights:
         assert found[weight.name] == TARGET.written_as(weight, formats.get(every_format.artifact.plan[weight.name].format))
-    assert TARGET.written_as(WIDE, formats.get("q4_0")) == "int4_g32" and TARGET.written_as(WIDE, formats.get("int3_tensor")) == "int3_channel"
+    assert TARGET.written_as(WIDE, formats.get("q4_0")) == "int4_g32"
+    assert TARGET.written_as(WIDE, formats.get("int3_tensor")) == "int3_channel"
 
 
 def test_values_read_with_safetensors_alone_are_those_of_the_artifact(every_format: Written) -> None:

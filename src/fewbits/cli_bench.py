@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from fewbits import cli_gpu
 from fewbits.cli_options import Calibration, HeldOut, Json, ModelArg, Samples, Tokens, names_of, progress_for, show_json
 
 FormatNames = Annotated[
@@ -108,6 +109,13 @@ def kernels(
     exact: Annotated[bool, typer.Option("--exact", help="Time the products that keep x in float32 too.")] = False,
     rounds: Rounds = 7,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Folder for results.json and roofline.svg.")] = None,
+    backend: Annotated[Literal["cpu", "triton"], typer.Option("--backend", help="cpu, or triton: the kernels for GPUs.")] = "cpu",
+    compile_only: Annotated[
+        bool, typer.Option("--compile-only", help="Triton's: compile for every GPU and read the code; none is needed.")
+    ] = False,
+    architecture: Annotated[
+        list[str] | None, typer.Option("--architecture", help="For --compile-only: sm_80 ... gfx1100. Default: all.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Products with packed weights: time, GB/s, GOP/s, and their share of what this machine can do, measured in the same run.
@@ -116,6 +124,12 @@ def kernels(
     --format, --shape and --rows (each more than once) ask for less.
     """
     from fewbits.benchmarks import shapes as usual
+
+    if compile_only:
+        cli_gpu.compile_only(_names(format), architecture or (), as_json)
+    if backend == "triton":
+        pairs = usual.shapes_of(shape) if shape else usual.SHAPES
+        cli_gpu.timed(_names(format) or ("int4_g128", "q4_k", "q6_k", "q8_0"), [(n, k) for k, n in pairs], rows or usual.ROWS, as_json)
     from fewbits.benchmarks.kernels import bench_kernels
     from fewbits.reporting import roofline, speed
 

@@ -20,6 +20,9 @@ _PACKAGES = {
     "xllamacpp": ("runs GGUF files in llama.cpp, to verify them", "pip install fewbits[llamacpp]"),
     "onnx": ("writes ONNX files", "pip install fewbits[onnx]"),
     "onnxruntime": ("runs ONNX files, to verify them", "pip install fewbits[onnx]"),
+    "onnxruntime-genai": ("generates from ONNX files, to verify them", "pip install fewbits[genai]"),
+    "compressed-tensors": ("lets transformers load quantized folders, to verify them", "pip install fewbits[ct]"),
+    "triton": ("compiles the kernels for GPUs", "pip install fewbits[triton]"),
     "pyarrow": ("reads calibration data in Parquet files", "pip install fewbits[parquet]"),
 }
 

@@ -1,0 +1,56 @@
+"""`fewbits bench kernels --backend triton`: compiled for every GPU without one, or timed where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from fewbits.cli_options import progress_for, show_json
+
+if TYPE_CHECKING:
+    from fewbits.formats import Shape
+
+
+def compile_only(formats: Sequence[str], architectures: Sequence[str], as_json: bool) -> NoReturn:
+    """Exit code 1 if a kernel spills, misses its tensor cores or loads too narrowly."""
+    from fewbits.kernels.triton import compiling, listing, tiles
+    from fewbits.reporting.terminal import console
+
+    wanted = listing.jobs(architectures or tiles.ARCHITECTURES, formats)
+    steps = progress_for(as_json, False)(compiling.compile_all(wanted), len(wanted), "compiling")
+    rows = list(steps)
+    if as_json:
+        show_json([asdict(row) for row in rows])
+    else:
+        console.print("\n".join(listing.compiled_table(rows)), markup=False, soft_wrap=True)
+    raise typer.Exit(1 if any(row.problem for row in rows) else 0)
+
+
+def timed(formats: Sequence[str], shapes: Sequence[Shape], tokens: Sequence[int], as_json: bool) -> NoReturn:
+    """Beside torch, and torchao and gemlite where they are installed. Without a GPU: what the roofline expects of those in the catalogue."""
+    from fewbits import formats as known
+    from fewbits.kernels import triton
+    from fewbits.kernels.triton import listing, measuring
+    from fewbits.reporting.terminal import console, note
+
+    if reason := triton.runs_here():
+        note(f"nothing is timed: {reason}; microseconds that the roofline expects:")
+        for shape in shapes:
+            console.print("\n".join(listing.roofline_table(formats, shape, tokens)), markup=False, soft_wrap=True)
+        raise typer.Exit(3)
+    found = {
+        (name, shape, count): measuring.measure(known.get(name), shape, count) for shape in shapes for name in formats for count in tokens
+    }
+    if as_json:
+        cases = found.items()
+        show_json(
+            [{"format": f, "rows": s[0], "cols": s[1], "tokens": t, "results": [asdict(r) for r in rows]} for (f, s, t), rows in cases]
+        )
+    else:
+        for (name, shape, count), rows in found.items():
+            console.print(f"{name}, {shape[1]} x {shape[0]}, {count} tokens")
+            console.print("\n".join(measuring.table(rows)), markup=False, soft_wrap=True)
+    raise typer.Exit(0)
