@@ -30,7 +30,7 @@ def compile_only(formats: Sequence[str], architectures: Sequence[str], as_json: 
 
 
 def timed(formats: Sequence[str], shapes: Sequence[Shape], tokens: Sequence[int], as_json: bool) -> NoReturn:
-    """Beside torch, and torchao and gemlite where they are installed. Without a GPU: what the roofline expects of those in the catalogue."""
+    """Beside torch, and torchao and gemlite where they are installed. Without a GPU: what the roofline expects of known ones."""
     from fewbits import formats as known
     from fewbits.kernels import triton
     from fewbits.kernels.triton import listing, measuring

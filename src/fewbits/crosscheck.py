@@ -47,8 +47,9 @@ class CrossCheck:
 
 
 def crosscheck(artifact: Artifact, target: Target, session: Session, windows: Sequence[Window], floor: float) -> CrossCheck:
-    decoded = torch_runtime.of_module(artifact.module())
-    rounded = torch_runtime.of_module(with_rounded_activations(artifact, target))
+    planned = torch_runtime.readers(artifact.plan, artifact.weights)
+    decoded = torch_runtime.of_module(artifact.module(), planned)
+    rounded = torch_runtime.of_module(with_rounded_activations(artifact, target), planned)
     measured = verification.measure(decoded, {"runtime": session, "rounded": rounded}, windows, silent)
     kl, explained = (float(sum(m.kl) / len(m.kl)) for m in (measured["runtime"], measured["rounded"]))
     return CrossCheck(kl, explained, floor)
@@ -59,8 +60,9 @@ def with_rounded_activations(artifact: Artifact, target: Target) -> Any:
     module = artifact.module()
     submodules = dict(module.named_modules())
     for weight in artifact.weights:
-        block = target.activation_block(weight, formats.get(artifact.plan[weight.name].format))
-        if block is None:
+        entry = artifact.plan[weight.name]
+        block = target.activation_block(weight, formats.get(entry.format))
+        if block is None or entry.activation:  # rounded as the plan says, not once more
             continue
         for name in (weight.name, weight.tied_to):
             if name and (name == weight.tied_to or weight.kind != "embedding"):

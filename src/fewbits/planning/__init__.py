@@ -146,7 +146,7 @@ def uniform(
             if rule.names(weight):
                 fmt, reason = rule.of(weight), f"--override {rule.text}"
         entry = priced(weight, target, fmt, reason, method)
-        entries.append(replace(entry, activation=activation) if activation and takes_activation(weight, entry) else entry)
+        entries.append(_reading(entry, weight, target, activation) if activation and takes_activation(weight, entry) else entry)
     return checked(Plan(target.name, tuple(entries), kv), weights, target)
 
 
@@ -207,7 +207,7 @@ def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> 
         fmt = formats.get(weight.dtype if row.format.lower() == "keep" else row.format)
         if why_not := refuses(weight, target, fmt):
             raise InputError(f"the plan gives `{weight.name}` {fmt.name}: {why_not}", "choose another format for it in the plan")
-        entry = replace(priced(weight, target, fmt, row.reason, row.method), activation=row.activation)
+        entry = _reading(priced(weight, target, fmt, row.reason, row.method), weight, target, row.activation)
         other_size = row.nbytes is not None and content["target"] == target.name and row.nbytes != entry.nbytes
         edited = other_size or (row.kl_of is not None and row.kl_of != fmt.name)
         if edited:  # what was predicted and said of the old format is not true of the new one
@@ -266,6 +266,13 @@ def priced(weight: Weight, target: Target, fmt: Format, reason: str, method: str
     if why_not:
         fmt, reason = _next_that_fits(weight, target, fmt, why_not)
     return Entry(weight.name, weight.shape, fmt.name, method, reason, target.nbytes(weight, fmt), fallback=bool(why_not))
+
+
+def _reading(entry: Entry, weight: Weight, target: Target, activation: Activation | None) -> Entry:
+    """The entry with this activation, for which a target may lay the weight out otherwise."""
+    if activation is None or target.accepts_activation(weight, formats.get(entry.format), activation):
+        return replace(entry, activation=activation)  # `checked` refuses it
+    return replace(entry, activation=activation, nbytes=target.nbytes(weight, formats.get(entry.format), activation))
 
 
 def _next_that_fits(weight: Weight, target: Target, asked: Format, why_not: str) -> tuple[Format, str]:

@@ -50,7 +50,7 @@ class Target(ABC):
         """Why this target cannot carry this weight in this format; None if it can."""
 
     @abstractmethod
-    def nbytes(self, weight: Weight, fmt: Format) -> int:
+    def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
         """Tensor bytes in the file, exactly."""
 
     def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:

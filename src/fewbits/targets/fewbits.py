@@ -49,7 +49,7 @@ class Fewbits(Target):
     def accepts_kv(self, kv: str) -> str | None:
         return None
 
-    def nbytes(self, weight: Weight, fmt: Format) -> int:
+    def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
         return fmt.nbytes(weight.shape)
 
     def activation_block(self, weight: Weight, fmt: Format) -> int | None:

@@ -76,7 +76,7 @@ class CompressedTensors(Target):
         found = schemes.of(fmt)
         return found if isinstance(found, str) else schemes.unread(found.kind, found.bits)
 
-    def nbytes(self, weight: Weight, fmt: Format) -> int:
+    def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
         if fmt.levels is None:
             return fmt.nbytes(weight.shape)
         found = schemes.of(fmt)

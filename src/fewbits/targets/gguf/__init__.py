@@ -77,7 +77,7 @@ class Gguf(Target):
 
         return mixed_stack(plan, weights)
 
-    def nbytes(self, weight: Weight, fmt: Format) -> int:
+    def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
         own = layout(fmt)
         return own.nbytes(weight.shape) if own else fmt.nbytes(weight.shape)
 
