@@ -41,7 +41,8 @@ def rows(model: Path, data: list[str]) -> list[str]:
                 fewbits("export", made["artifact"], "-o", path, "--to", target)
             verdict = fewbits("verify", path, "--against", model, *data, "--tokens", "8192", "--no-floor")
             figures = (f"{verdict['bytes'] / 1e6:.2f} MB", f"{verdict['bits_per_weight']:.2f}", f"{verdict['kl_mean']:.4f}")
-            found.append(f"| {name} | {target} | {verdict['runtime_version']} | {' | '.join(figures)} | {verdict['top1_agreement']:.1%} |\n")
+            columns = (name, target, verdict["runtime_version"], *figures, f"{verdict['top1_agreement']:.1%}")
+            found.append(f"| {' | '.join(map(str, columns))} |\n")
             print(found[-1], end="")
     return found
 
