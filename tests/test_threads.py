@@ -110,7 +110,7 @@ bool flushes_as_the_caller_does() {  // a share on any thread has the caller's r
 
 bool child_has_its_own() {
 #if defined(__unix__)
-  each_once(3);
+  waits_for_the_last();  // its threads have started: a fork meanwhile would find locks of the sanitizer's held for good
   const pid_t child = fork();
   if (child == 0) {
     alarm(20);  // the parent's threads are not here, new ones are needed

@@ -168,7 +168,8 @@ void stream_stripes(const Product& product, const ActivationRow& x, int threads)
         const size_t blocks = std::min(kChunkBlocks, tiling.blocks - block);
         for (size_t k = 0; k < kStreams; ++k) {
           for (size_t line = 0; line < tiling.header_bytes(blocks); line += 64) __builtin_prefetch(chunk[k] + kAhead + line);
-          of.expand(tiling, chunk[k], blocks, sums[k].scale[0], sums[k].offset[0], kStripe);
+          if (of.expands) of.expand(tiling, chunk[k], blocks, sums[k].scale[0], sums[k].offset[0], kStripe);
+          sums[k].header = chunk[k];
           sums[k].codes = chunk[k] + tiling.header_bytes(blocks);
           chunk[k] += tiling.chunk_bytes(blocks);
         }

@@ -50,6 +50,7 @@ using UnpackSteps = void (*)(const Tiling&, const uint8_t* codes, size_t blocks,
 // Stripes that are read together: a core reads memory faster in four places at once than in one.
 constexpr size_t kStreams = 4;
 struct StripeSums {
+  const uint8_t* header;  // of the chunk
   const uint8_t* codes;
   alignas(64) float scale[2 * kChunkBlocks][kStripe];  // as ExpandScales gave them
   alignas(64) float offset[2 * kChunkBlocks][kStripe];
@@ -62,6 +63,7 @@ struct TileFunctions {
   ExpandScales expand = nullptr;
   UnpackSteps unpack = nullptr;
   DotStripes dot = nullptr;
+  bool expands = true;  // false: `dot` reads the scales where they lie
 };
 
 // All null where nothing is written for this instruction set: weights are read as they are stored then.

@@ -56,11 +56,16 @@ FEWBITS_AVX512_INLINE void add_step(const uint8_t* const (&codes)[kStreams], __m
   }
 }
 
-template <int kBits, bool kLevels, bool kBy16, bool kOffsets>
+FEWBITS_AVX512_INLINE __m512 halves_at(const uint8_t* at) { return _mm512_cvtph_ps(load_32(at)); }
+
+// kInPlace: scales and offsets are float16, and converting one costs no more than loading it.
+template <int kBits, bool kLevels, bool kBy16, bool kOffsets, bool kInPlace>
 FEWBITS_AVX512 void dot(const Tiling& tiling, StripeSums (&stripes)[kStreams], size_t blocks, const ActivationRow& x,
                         size_t first) {
   constexpr int kUnits = kBy16 ? 2 : 1;
   const __m512i levels_u8x64 = level_lanes(tiling.bytes);
+  const int shift = std::countr_zero(tiling.unit_of_run());
+  const size_t offsets = 2 * kStripe * tiling.runs(blocks);  // lie behind the scales
   const uint8_t* codes[kStreams];
   __m512 total_f32x16[kStreams];
 #pragma GCC unroll 4
@@ -92,11 +97,14 @@ FEWBITS_AVX512 void dot(const Tiling& tiling, StripeSums (&stripes)[kStreams], s
       const size_t at = kUnits * b + unit;
 #pragma GCC unroll 4
       for (size_t s = 0; s < kStreams; ++s) {
-        const __m512 scale_f32x16 = _mm512_mul_ps(_mm512_load_ps(stripes[s].scale[at]), x_scale_f32x16);
+        const uint8_t* const halves = stripes[s].header + 2 * kStripe * (at >> shift);
+        const __m512 own_f32x16 = kInPlace ? halves_at(halves) : _mm512_load_ps(stripes[s].scale[at]);
+        const __m512 scale_f32x16 = _mm512_mul_ps(own_f32x16, x_scale_f32x16);
         total_f32x16[s] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums_i32x16[s]), scale_f32x16, total_f32x16[s]);
         if constexpr (kOffsets) {
           const __m512 sum_f32x16 = _mm512_set1_ps((kBy16 ? x.sum_16 : x.sum_32)[kUnits * first + at]);
-          total_f32x16[s] = _mm512_fmadd_ps(_mm512_load_ps(stripes[s].offset[at]), sum_f32x16, total_f32x16[s]);
+          const __m512 offset_f32x16 = kInPlace ? halves_at(halves + offsets) : _mm512_load_ps(stripes[s].offset[at]);
+          total_f32x16[s] = _mm512_fmadd_ps(offset_f32x16, sum_f32x16, total_f32x16[s]);
         }
       }
     }
@@ -122,8 +130,6 @@ FEWBITS_AVX512 void unpack(const Tiling& tiling, const uint8_t* codes, size_t bl
     _mm512_store_si512(into[7][lane], step_of<7, kBits, kLevels>(codes, levels_u8x64));
   }
 }
-
-FEWBITS_AVX512_INLINE __m512 halves_at(const uint8_t* at) { return _mm512_cvtph_ps(load_32(at)); }
 
 // out[unit] = factor * (integer - zero), from the planes that tiles.cc writes.
 FEWBITS_AVX512_INLINE void expand_six(const uint8_t* at, size_t units, int zero, __m512 factor_f32x16, float* out,
@@ -206,13 +212,19 @@ FEWBITS_AVX512 void expand_plain(const Tiling& tiling, const uint8_t* chunk, siz
   }
 }
 
+template <int kBits, bool kLevels, bool kInPlace>
+DotStripes dot_for(const ByteTraits& bytes) {
+  if constexpr (!kLevels)
+    if (bytes.offsets)
+      return bytes.by_16 ? dot<kBits, kLevels, true, true, kInPlace> : dot<kBits, kLevels, false, true, kInPlace>;
+  return bytes.by_16 ? dot<kBits, kLevels, true, false, kInPlace> : dot<kBits, kLevels, false, false, kInPlace>;
+}
+
 template <int kBits, bool kLevels>
 TileFunctions of_bits(const ByteTraits& bytes) {
-  const ExpandScales expand = bytes.scales > Scales::kExponent ? expand_nested : expand_plain;
-  DotStripes found = bytes.by_16 ? dot<kBits, kLevels, true, false> : dot<kBits, kLevels, false, false>;
-  if constexpr (!kLevels)
-    if (bytes.offsets) found = bytes.by_16 ? dot<kBits, kLevels, true, true> : dot<kBits, kLevels, false, true>;
-  return {expand, unpack<kBits, kLevels>, found};
+  const bool in_place = bytes.scales == Scales::kHalf && !bytes.zero_points;
+  const DotStripes found = in_place ? dot_for<kBits, kLevels, true>(bytes) : dot_for<kBits, kLevels, false>(bytes);
+  return {bytes.scales > Scales::kExponent ? expand_nested : expand_plain, unpack<kBits, kLevels>, found, !in_place};
 }
 
 }  // namespace
