@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "activations.h"
+#include "tiles.h"
 #include "weights.h"
 
 namespace fewbits::checks {
@@ -95,8 +96,15 @@ void compare(const Kernel& kernel, const Expected& expected, const float* out, s
 Guarded<float> multiply_with(const Kernel& kernel, const Weight& weight, const float* x, size_t rows, const float* bias,
                              int threads) {
   Guarded<float> out(rows * weight.rows);
-  multiply(Product{kernel, weight.packed(), rows, weight.cols, weight.rows, x, bias, out.data()}, threads);
+  multiply(Product{kernel, weight.packed(), nullptr, rows, weight.cols, weight.rows, x, bias, out.data()}, threads);
   return out;
+}
+
+// The weight laid out for the registers, in memory beyond which nothing may be read; empty where it is read as it is stored.
+Guarded<uint8_t> tiles_of(const Kernel& kernel, const Weight& weight) {
+  if (!find_tiles(kernel.isa, kernel.of.bytes).dot) return Guarded<uint8_t>(0);
+  Guarded<uint8_t> tiles(tiled_bytes(kernel, weight.rows, weight.cols));
+  return tile(kernel, weight.packed(), weight.rows, weight.cols, tiles.data(), 2) ? std::move(tiles) : Guarded<uint8_t>(0);
 }
 
 void check_shape(const Kernel& kernel, const Weight& weight, const Guarded<float>& x, size_t rows) {
@@ -106,6 +114,7 @@ void check_shape(const Kernel& kernel, const Weight& weight, const Guarded<float
   Guarded<float> bias(weight.rows);
   for (size_t i = 0; i < weight.rows; ++i) bias[i] = static_cast<float>(i) - 3;
   const float* const end = x.data() + rows * weight.cols;
+  const Guarded<uint8_t> tiles = tiles_of(kernel, weight);
   // one row streams the packed bytes by dot products, several go through panels
   for (const size_t some : {size_t{1}, size_t{2}, size_t{3}, size_t{4}, size_t{5}, size_t{7}, rows}) {
     if (some > rows) continue;
@@ -115,6 +124,12 @@ void check_shape(const Kernel& kernel, const Weight& weight, const Guarded<float
                         {expected.allowed.begin() + static_cast<ptrdiff_t>(skipped), expected.allowed.end()}};
     const Guarded<float> out = multiply_with(kernel, weight, end - some * weight.cols, some, bias.data(), 1);
     compare(kernel, last, out.data(), some, weight.cols, weight.rows, bias.data());
+    if (tiles.size() == 0) continue;
+    Guarded<float> tiled(some * weight.rows);
+    multiply(
+        Product{kernel, {}, tiles.data(), some, weight.cols, weight.rows, end - some * weight.cols, bias.data(), tiled.data()},
+        1);
+    compare(kernel, last, tiled.data(), some, weight.cols, weight.rows, bias.data());
   }
 }
 

@@ -33,7 +33,7 @@ void check_products_by_threads(const std::string& isa) {
     for (const size_t rows : {size_t{1}, kRows})
       check_same(isa, format, [&](int threads) {
         std::vector<float> out(rows * kWeights);
-        multiply(Product{kernel, weight.packed(), rows, kCols, kWeights, x.data(), nullptr, out.data()}, threads);
+        multiply(Product{kernel, weight.packed(), nullptr, rows, kCols, kWeights, x.data(), nullptr, out.data()}, threads);
         return out;
       });
   }

@@ -120,7 +120,7 @@ Weight packed_codes(const Layout& layout, size_t rows, size_t cols, uint64_t see
 std::vector<float> decode(const Kernel& kernel, const Weight& weight, bool past) {
   std::vector<float> w;
   for (size_t row = 0; row < weight.rows; ++row) {
-    Guarded<float> out(past ? (weight.cols + 7) / 8 * 8 : weight.cols);
+    Guarded<float> out(past ? (weight.cols + 15) / 16 * 16 : weight.cols);  // aligned to 64 bytes, as it must be then
     kernel.of.decode_row(*weight.layout, weight.row(row).data(), weight.cols, out.data(), past);
     w.insert(w.end(), out.data(), out.data() + weight.cols);
   }
