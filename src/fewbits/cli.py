@@ -45,6 +45,7 @@ from fewbits.cli_options import (
     names_of,
     progress_for,
     show_json,
+    split_bytes,
 )
 from fewbits.errors import FewbitsError
 
@@ -153,7 +154,7 @@ def quantize(
     if used and not (as_json or quiet):
         _warn_about_default_text(model, " and ".join(used))
     result = run(
-        model, out, to=to, split=None if split_size is None else bytes_of(split_size), size=size, fits=fits, context=context,
+        model, out, to=to, split=split_bytes(split_size), size=size, fits=fits, context=context,
         format=format, plan=plan, override=override or (),
         formats=names_of(formats), together=together or (), min_speed=min_speed,
         bandwidth=parse_bandwidth(bandwidth), strategy=strategy, rounds=rounds, method=method, data=data or (), held_out=held_out or (),
@@ -331,8 +332,7 @@ def export(
     from fewbits.pipeline import size_of
     from fewbits.reporting import terminal
 
-    split = None if split_size is None else bytes_of(split_size)
-    path = run(artifact, out, to=to, split=split, progress=progress_for(as_json, quiet))
+    path = run(artifact, out, to=to, split=split_bytes(split_size), progress=progress_for(as_json, quiet))
     if as_json:
         show_json({"file": str(path), "bytes": size_of(path)})
     elif not quiet:

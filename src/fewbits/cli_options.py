@@ -77,10 +77,14 @@ def lengths_of(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def bytes_of(text: str) -> int:
+def bytes_of(text: str, option: str = "--memory") -> int:
     from fewbits.hardware import parse_memory
 
-    return parse_memory(text, "--memory")
+    return parse_memory(text, option)
+
+
+def split_bytes(text: str | None) -> int | None:
+    return None if text is None else bytes_of(text, "--split-size")
 
 
 def show_json(value: object) -> None:

@@ -249,7 +249,7 @@ def verify(
     """Runs the file itself in the runtime it is meant for, beside the float model in torch."""
     path, thresholds = Path(path), Thresholds(max_kl, min_agreement, max_ppl_ratio)
     if not path.exists():
-        raise InputError(f"there is nothing at `{path}`", "give a .gguf, an .onnx or a fewbits artifact folder")
+        raise InputError(f"there is nothing at `{path}`", "give a .gguf, an .onnx, or a folder that fewbits wrote")
     judge = runtimes.needed(runtimes.for_file(path) if runtime == "auto" else runtimes.get(runtime))
     if not judge.takes(path):
         raise InputError(

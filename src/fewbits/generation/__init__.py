@@ -96,9 +96,10 @@ def run(
     started = time.perf_counter()
     logits = engine.prompt(tokens, every=False)[-1]
     first = time.perf_counter()
-    new: list[int] = []
+    new, steps = list[int](), -1  # the first token comes from the prompt's own logits
     shown = _Shown(artifact.tokenizer, on_text)
     for token in _chosen(engine, logits, max_tokens, choice or Choice()):
+        steps += 1
         if token in stops:
             break
         new.append(token)
@@ -109,7 +110,7 @@ def run(
         prompt_tokens=len(tokens),
         new_tokens=len(new),
         prompt_tokens_per_second=len(tokens) / (first - started),
-        tokens_per_second=len(new) / (ended - first) if len(new) > 1 else None,
+        tokens_per_second=steps / (ended - first) if steps > 0 else None,
         weight_bytes=engine.nbytes,
         cache_bytes=engine.cache_bytes,
         peak_memory_bytes=_peak_memory(),

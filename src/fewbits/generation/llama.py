@@ -89,8 +89,7 @@ class LlamaDecoder:
 
     def kernels_used(self) -> list[str]:
         every = [matrix for layer in self._products for group in layer.values() for matrix in group] + self._head
-        named = {f"{m.format}: {m.kernel.backend}{', tiles' if m.tiles else ''}" for m in every}
-        return sorted(named)
+        return sorted({f"{matrix.format}: {matrix.runs_on}" for matrix in every})
 
     def prompt(self, tokens: list[int], every: bool = True) -> Tensor:  # -> (tokens, vocabulary)
         """Logits at every position, or at the last of each piece alone."""

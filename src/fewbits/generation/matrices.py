@@ -52,6 +52,13 @@ class Matrix:
     def nbytes(self) -> int:
         return self.tiles.tiles.nbytes if self.tiles else sum(part.nbytes for part in self.parts.values())
 
+    @property
+    def runs_on(self) -> str:
+        """For people: what multiplies one token by it."""
+        if self.is_float:
+            return "native floats"
+        return f"{self.kernel.backend}, tiles" if self.tiles else self.kernel.backend
+
     def matmul(self, x: Tensor) -> Tensor:  # (tokens, cols) -> (tokens, rows)
         if self.tiles:
             return self.tiles.matmul(x, self.bias)

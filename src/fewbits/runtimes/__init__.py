@@ -72,7 +72,7 @@ def for_file(path: Path) -> Runtime:
     for runtime in all().values():
         if runtime.takes(path):
             return runtime
-    raise InputError(f"no runtime takes `{path}`", "give a .gguf, an .onnx or a fewbits artifact folder")
+    raise InputError(f"no runtime takes `{path}`", "give a .gguf, an .onnx, or a folder that fewbits wrote")
 
 
 def needed(runtime: Runtime) -> Runtime:

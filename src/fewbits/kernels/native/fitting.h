@@ -208,7 +208,7 @@ struct Weights {
 // so the result does not depend on how many threads share them.
 template <typename Work>
 bool for_tiles(const Weights& weights, int threads, const Work& work) {
-  constexpr size_t kWorthAThread = 1 << 13;  // weights: starting a thread takes some 20 us, searching these several times as long
+  constexpr size_t kWorthAThread = 1 << 13;  // weights: searching these takes far longer than waking a thread of the pool
   const size_t tiles = (weights.groups + kLanes - 1) / kLanes, n = weights.n;
   const size_t most = std::max<size_t>(1, std::min(tiles, weights.groups * n / kWorthAThread));
   const size_t shares = shares_of(threads, most);

@@ -5,11 +5,17 @@
 // and from that these templates make decoding, the product of one row and the panels of a product of many. A reader is
 //
 //     struct Scalar {
-//       static constexpr size_t kBlock, kRun;    // columns of a block, a multiple of 32; columns under one scale: 16, or 32 and
-//       more static constexpr int kBits, kZero;       // bytes are below 2^kBits static constexpr bool kOffsets; Scalar(const
-//       Layout&, RowOf parts, size_t block); void scales(float* scale, float* offset) const;  // kBlock / kRun of each uint8_t
-//       byte(size_t j) const;                    // of column j of the block
+//       static constexpr size_t kBlock, kRun;
+//       static constexpr int kBits, kZero;
+//       static constexpr bool kOffsets;
+//       Scalar(const Layout&, RowOf parts, size_t block);
+//       void scales(float* scale, float* offset) const;
+//       uint8_t byte(size_t j) const;
 //     };
+//
+// kBlock: columns of a block, a multiple of 32. kRun: columns under one scale, 16, or 32 and more; `scales` gives one for each
+// run of the block. Bytes are below 2^kBits; `byte` gives that of column j of the block. Where scales are integers under one
+// float16, `sub_scales(SubScales&)` stands in the place of `scales`. What else bytes_of asks for is optional.
 //
 // and its twin for AVX2, which gives 32 columns at once: __m256i bytes(size_t i).
 #pragma once
