@@ -144,19 +144,67 @@ def test_no_product_reads_or_writes_outside_its_arrays(kernel: Kernel) -> None:
             assert torch.equal(bits(torch.from_numpy(out.copy())), bits(kernel.matmul(x, parts, shape)))
 
 
-@over([kernel for fmt in [*BLOCKS, formats.get("fp8_e4m3_channel"), formats.get("bf16")] for kernel in kernels.available(fmt)])
-def test_an_exact_product_rounds_no_activation(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+FLOAT8 = [kernel for name in ("e4m3_channel", "e4m3_tensor", "e5m2_channel") for kernel in kernels.available(formats.get(f"fp8_{name}"))]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])  # straight from the packed bytes, a row of weights at a time, by a library
+@over([kernel for fmt in [*BLOCKS, formats.get("bf16")] for kernel in kernels.available(fmt)] + FLOAT8)
+def test_an_exact_product_rounds_no_activation(kernel: Kernel, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fmt, shape = formats.get(kernel.format), (37, 512)
-    parts = fmt.pack(*random_weight(fmt, shape))
-    x, bias = activations(3, 512), torch.randn(37)
+    check_exact(kernel, fmt.pack(*random_weight(fmt, shape)), shape, tokens)
     from fewbits.kernels import multiplication
 
-    for decoded in (1 << 18, 16 * 512):  # at once, and in pieces
-        monkeypatch.setattr(multiplication, "_DECODED", decoded)
-        y = kernel.matmul(x, parts, shape, bias, exact=True)
-        w = reference.decode(fmt, parts).double()
-        allowed = 513 * EPS * (x.double().abs() @ w.abs().T + bias.abs())  # n * eps * sum |x||w|
-        assert ((y.double() - x.double() @ w.T - bias.double()).abs() <= allowed).all()
+    monkeypatch.setattr(multiplication, "_DECODED", 16 * 512)  # in pieces
+    check_exact(kernel, fmt.pack(*random_weight(fmt, shape)), shape, tokens)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (5, 64), (6, 97), (9, 320)])
+@over(FLOAT8)
+def test_floats_of_8_bits_multiply_by_rows_that_end_anywhere(kernel: Kernel, shape: tuple[int, int]) -> None:
+    fmt = formats.get(kernel.format)
+    check_exact(kernel, fmt.pack(*random_weight(fmt, shape)), shape, 1)
+
+
+def check_exact(kernel: Kernel, parts: dict[str, Tensor], shape: tuple[int, int], tokens: int) -> None:
+    x, bias = torch.randn(tokens, shape[1], generator=torch.Generator().manual_seed(2)), torch.randn(shape[0])
+    y = kernel.matmul(x, parts, shape, bias, exact=True)
+    w = reference.decode(formats.get(kernel.format), parts).double()
+    allowed = (shape[1] + 3) * EPS * (x.double().abs() @ w.abs().T + bias.abs())  # n * eps * sum |x||w|; scale and bias: one each
+    assert ((y.double() - x.double() @ w.T - bias.double()).abs() <= allowed).all()
+
+
+@over(FLOAT8)
+def test_every_code_of_a_float_of_8_bits_multiplies_as_what_it_is(kernel: Kernel) -> None:
+    """A row for each code, the same everywhere. Infinities and NaNs, which a foreign file may hold, show in the product."""
+    fmt, cols = formats.get(kernel.format), 133
+    codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, cols).contiguous()
+    parts = fmt.pack(codes, {"scales": torch.full((1 if fmt.tensor_wide else 256, 1), 0.25)})
+    x = torch.ones(1, cols)
+    y, one = kernel.matmul(x, parts, (256, cols))[0], reference.decode(fmt, parts)[:, 0]
+    assert torch.equal(y.isnan(), one.isnan())
+    assert torch.equal(y.nan_to_num(0.0), (one * cols).nan_to_num(0.0))  # sums of so few bits are exact
+    only_last = torch.zeros(1, cols, dtype=torch.uint8)
+    for place in (0, 63, 64, cols - 1):
+        codes = only_last.clone()
+        codes[0, place] = 0x7F
+        assert kernel.matmul(x, fmt.pack(codes, {"scales": torch.ones(1, 1)}), (1, cols)).isnan().all()
+
+
+@over(FLOAT8)
+def test_exact_products_stay_inside_their_arrays_and_threads_change_no_bit(kernel: Kernel) -> None:
+    if kernel.backend == "reference":
+        pytest.skip("torch's own")
+    fmt, shape = formats.get(kernel.format), (67, 1999)
+    parts = random_bytes(fmt, shape)
+    for tokens in (1, 3):
+        x = activations(tokens, shape[1])
+        seen = []
+        for threads, at_end in ((1, True), (2, False), (7, True)):
+            stored = [guarded(part.view(torch.uint8).numpy(), at_end) for part in parts.values()]
+            out = guarded(np.zeros((tokens, shape[0]), np.float32), at_end)
+            kernels._native().matmul_exact(fmt.name, kernel._isa, guarded(x.numpy(), at_end), stored, out, None, threads)
+            seen.append(bits(torch.from_numpy(out.copy())))
+        assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
 
 
 def test_half_precision_in_half_precision_out() -> None:

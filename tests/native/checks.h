@@ -15,7 +15,7 @@
 
 namespace fewbits::checks {
 
-__attribute__((format(printf, 1, 2))) [[noreturn]] inline void fail(const char* format, ...) {
+[[noreturn]] __attribute__((format(printf, 1, 2))) inline void fail(const char* format, ...) {
   va_list values;
   va_start(values, format);
   std::fputs("FAILED: ", stdout);

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "activations.h"
+#include "exact.h"
 #include "tiles.h"
 #include "weights.h"
 
@@ -162,6 +163,34 @@ void check_nan(const Kernel& kernel) {
   }
 }
 
+// Activations that are not rounded: a sum of `cols` products, in any order, is off by at most as many roundings.
+void check_exact(const Kernel& kernel, const Weight& weight, const Guarded<float>& x, size_t rows) {
+  const DecodeRow decode_row = find_kernel(weight.layout->format, "scalar")->of.decode_row;
+  std::vector<float> decoded(weight.rows * weight.cols);
+  for (size_t w = 0; w < weight.rows; ++w)
+    decode_row(*weight.layout, weight.packed().at(w).data(), weight.cols, &decoded[w * weight.cols], false);
+  const float* const end = x.data() + rows * weight.cols;
+  for (const size_t some : {size_t{1}, rows}) {
+    Guarded<float> out(some * weight.rows);
+    const float* const from = end - some * weight.cols;
+    multiply_exactly(Product{kernel, weight.packed(), nullptr, some, weight.cols, weight.rows, from, nullptr, out.data()}, 1);
+    for (size_t i = 0; i < some * weight.rows; ++i) {
+      double sum = 0, size = 0;
+      for (size_t j = 0; j < weight.cols; ++j) {
+        const double term =
+            static_cast<double>(from[i / weight.rows * weight.cols + j]) * decoded[i % weight.rows * weight.cols + j];
+        sum += term;
+        size += std::abs(term);
+      }
+      const double allowed = static_cast<double>(weight.cols + 3) * (kEps * size + 0x1p-126);
+      const bool same = std::isfinite(sum) ? std::abs(out[i] - sum) <= allowed : !std::isfinite(out[i]);
+      if (!same)
+        fail("%s %s, exact product of %zu x %zu x %zu: %zu is %.9g, not %.9g", kernel.isa, kernel.layout.format, some,
+             weight.cols, weight.rows, i, static_cast<double>(out[i]), sum);
+    }
+  }
+}
+
 }  // namespace
 
 void check_activations(const std::string& isa) {
@@ -196,9 +225,12 @@ void check_activations(const std::string& isa) {
 void check_products(const std::string& isa) {
   size_t formats = 0;
   for (const Kernel* kernel = first_kernel(); kernel; kernel = kernel->next) {
-    if (kernel->isa != isa || !kernel->of.dot_row) continue;
-    ++formats;
+    if (kernel->isa != isa) continue;
     now(isa, kernel->layout.format);
+    for (const size_t cols : widths_of(kernel->layout))
+      check_exact(*kernel, any_numbers(kernel->layout, 7, cols, cols), activations(3, cols, cols), 3);
+    if (!kernel->of.dot_row) continue;
+    ++formats;
     constexpr size_t kRows = 13;
     for (const size_t cols : widths_of(kernel->layout))
       for (const size_t weights : {1, 35})

@@ -1,8 +1,11 @@
-"""Kernels: who packs, decodes and multiplies a format on this machine. `bind` chooses once.
+"""Kernels: who packs, decodes and multiplies a format on a device. `bind` chooses once.
 
-`native-*` are C++ (native/*.cc: one file per family, which is its own registration); `reference` is torch and serves any format.
-All pack and decode to the same bits. A product rounds its activations to int8, 32 columns under a scale, unless it is asked to be
-exact. FEWBITS_KERNEL=reference, scalar, neon, avx2 or avx512 forces one wherever a format has it.
+`native-*` are C++ (native/*.cc: one file per family, which is its own registration) for the processor, `triton` is for GPUs, CUDA's and
+ROCm's; `reference` is torch and serves any format anywhere. All pack and decode to the same bits. On the processor a product rounds its
+activations to int8, 32 columns under a scale, unless it is asked to be exact; on a GPU they are never rounded.
+
+FEWBITS_KERNEL=reference, scalar, neon, avx2, avx512 or triton forces one wherever a format has it, on the device that it is for. Under
+Triton's interpreter (TRITON_INTERPRET=1) `triton` can be forced for the processor too.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ if TYPE_CHECKING:
 
     from fewbits.formats import Grid, Parts
 
-BACKENDS = ("native-avx512", "native-avx2", "native-neon", "native-scalar", "reference")  # fastest first
-ABI = 5  # native/kernels.h holds the same number
+BACKENDS = ("triton", "native-avx512", "native-avx2", "native-neon", "native-scalar", "reference")  # fastest first
+_OF_A_GPU = ("triton", "reference")
+_GPU = "cuda"  # torch's name for those of CUDA and of ROCm
+ABI = 6  # native/kernels.h holds the same number
 _FORCE = "FEWBITS_KERNEL"
 
 
@@ -38,6 +43,10 @@ class Kernel:
         """Why it cannot run on this machine; None if it can."""
         if self.backend == "reference":
             return None
+        if self.backend == "triton":
+            from fewbits.kernels import triton
+
+            return triton.unsupported(formats.get(self.format)) or (None if triton.interpreted() else triton.runs_here())
         if missing := native_missing():
             return missing
         if (entry := self._entry()) is None:
@@ -48,6 +57,10 @@ class Kernel:
 
     def supports(self, shape: Shape) -> str | None:
         """Why it cannot take a weight of this shape; None if it can."""
+        if self.backend == "triton":
+            from fewbits.kernels import triton
+
+            return triton.supports(formats.get(self.format), shape)
         return formats.get(self.format).fits(shape)
 
     def decode(self, parts: Parts, shape: Shape, dtype: str = "float32", out: Tensor | None = None) -> Tensor:  # -> (rows, cols)
@@ -59,6 +72,11 @@ class Kernel:
             from fewbits.kernels import reference
 
             w = reference.decode(fmt, parts).to(wanted)
+            return w if out is None else out.copy_(w)
+        if self.backend == "triton":
+            from fewbits.kernels.triton import resident
+
+            w = resident.packed(fmt, parts, shape).decode(wanted)
             return w if out is None else out.copy_(w)
         entry = self._needed()
         w = torch.empty(shape, dtype=wanted) if out is None else out
@@ -74,18 +92,28 @@ class Kernel:
 
     @property
     def multiplies(self) -> bool:
-        """Whether it multiplies packed weights with activations in int8. If not, its products are exact ones."""
+        """Whether it multiplies packed weights: on the processor with activations in int8. If not, its products are exact ones."""
+        if self.backend == "triton":
+            from fewbits.kernels import triton
+
+            return triton.unsupported(formats.get(self.format)) is None
         return (entry := self._entry()) is not None and entry.multiplies
 
     def matmul(self, x: Tensor, parts: Parts, shape: Shape, bias: Tensor | None = None, exact: bool = False) -> Tensor:
-        """x (tokens, cols) -> (tokens, rows) in x's dtype. Exact: x is not rounded, and sums are float32's."""
+        """x (tokens, cols) -> (tokens, rows) in x's dtype. Exact: x is not rounded, and sums are float32's.
+
+        On a GPU the weight is laid out anew at each call: one that stays is made `triton.resident.resident` once."""
+        if self.backend == "triton":
+            from fewbits.kernels.triton import resident
+
+            return resident.packed(formats.get(self.format), parts, shape).matmul(x, bias)
         from fewbits.kernels import multiplication
 
         return multiplication.matmul(self, x, parts, shape, bias, exact)
 
     def pack(self, codes: Tensor, grid: Grid) -> Parts:  # codes (rows, cols)
         fmt = formats.get(self.format)
-        if self.backend == "reference" or not (entry := self._needed()).packs:
+        if self.backend in _OF_A_GPU or not (entry := self._needed()).packs:
             from fewbits.kernels import reference
 
             return reference.pack(fmt, codes, grid)
@@ -111,30 +139,39 @@ class Kernel:
         return entry
 
 
-def available(fmt: Format) -> list[Kernel]:
-    """The kernels that can run this format here, fastest first; the last is always the reference."""
-    return [kernel for kernel in every(fmt) if kernel.runs_here() is None]
+def available(fmt: Format, device: object = "cpu") -> list[Kernel]:
+    """The kernels that can run this format on a device of this machine, fastest first; the last is always the reference."""
+    return [kernel for kernel in every(fmt, device) if kernel.runs_here() is None]
 
 
-def every(fmt: Format) -> list[Kernel]:
-    """Every kernel this format could have, fastest first; `runs_here` says why one is not available."""
-    return [Kernel(fmt.name, backend) for backend in BACKENDS]
+def every(fmt: Format, device: object = "cpu") -> list[Kernel]:
+    """Every kernel this format could have on a device, fastest first; `runs_here` says why one is not available."""
+    return [Kernel(fmt.name, backend) for backend in _backends(device)]
 
 
-def bind(fmt: Format, shape: Shape) -> Kernel:
-    """The fastest kernel for a weight, or the one that FEWBITS_KERNEL forces."""
+def bind(fmt: Format, shape: Shape, device: object = "cpu") -> Kernel:
+    """The fastest kernel for a weight on a device (torch's, or its name), or the one that FEWBITS_KERNEL forces. What speaks against
+    another one, its `runs_here` and `supports` say."""
     if reason := fmt.fits(shape):
         raise InputError(f"{fmt.name} cannot hold this weight: {reason}", "choose a format with smaller blocks")
-    usable = available(fmt)
-    if not (wanted := os.environ.get(_FORCE)):
+    wanted = forced()
+    usable = [kernel for kernel in available(fmt, device) if kernel.supports(shape) is None]
+    if wanted is None or wanted not in _backends(device):  # what is forced for a processor leaves GPUs alone, and the other way round
         return usable[0]
-    backend = _forced(wanted)
     # A format that has no such kernel (a cast has no codes to decode) is left to the reference.
-    return next((kernel for kernel in usable if kernel.backend == backend), usable[-1])
+    return next((kernel for kernel in usable if kernel.backend == wanted), usable[-1])
+
+
+def who(fmt: Format, shape: Shape) -> str:
+    """What `bind` takes on the processor and, where there is a GPU, on that: for people."""
+    from fewbits.kernels import triton
+
+    own = bind(fmt, shape).backend
+    return own if triton.runs_here() else f"{own}; GPU: {bind(fmt, shape, _GPU).backend}"
 
 
 def decode(fmt: Format, parts: Parts, shape: Shape) -> Tensor:  # -> (rows, cols) float32
-    return bind(fmt, shape).decode(parts, shape)
+    return bind(fmt, shape, next(iter(parts.values())).device).decode(parts, shape)
 
 
 def pack(fmt: Format, codes: Tensor, grid: Grid) -> Parts:
@@ -142,9 +179,10 @@ def pack(fmt: Format, codes: Tensor, grid: Grid) -> Parts:
 
 
 def backend() -> str:
-    """Who does work that is not a format's own: the fastest backend that runs here, or the one that FEWBITS_KERNEL forces."""
-    if wanted := os.environ.get(_FORCE):
-        return _forced(wanted)
+    """Who does the processor's work that is not a format's own: the fastest backend that runs here, or the one that FEWBITS_KERNEL
+    forces."""
+    if (wanted := forced()) is not None and wanted != "triton":
+        return wanted
     return next(
         (found for found in BACKENDS if any(f"native-{row.isa}" == found and row.runs_here for row in _table().values())), "reference"
     )
@@ -204,11 +242,30 @@ def _native() -> Any:
     return importlib.import_module("fewbits._native")
 
 
+def _backends(device: object) -> tuple[str, ...]:
+    kind = str(device).split(":")[0]
+    if kind == _GPU:
+        return _OF_A_GPU
+    if kind != "cpu":
+        return ("reference",)
+    from fewbits.kernels import triton
+
+    # the interpreter is for tests: it serves the processor if it is asked for, never by itself
+    asked = os.environ.get(_FORCE) == "triton" and triton.interpreted()
+    return BACKENDS if asked else tuple(backend for backend in BACKENDS if backend != "triton")
+
+
 def _forced(wanted: str) -> str:
     by_name = {backend.removeprefix("native-"): backend for backend in BACKENDS}
     if wanted not in by_name:
         raise InputError(f"no kernel is named `{wanted}` ({_FORCE})", f"set {_FORCE} to one of: {', '.join(sorted(by_name))}; or unset it")
     if wanted == "reference":
+        return wanted
+    if wanted == "triton":
+        from fewbits.kernels import triton
+
+        if not triton.interpreted() and (reason := triton.runs_here()):
+            raise InputError(f"{_FORCE} is `triton`, but {reason}", f"unset {_FORCE}: the processor has kernels of its own")
         return wanted
     if reason := native_missing():
         raise InputError(f"{_FORCE} is `{wanted}`, but {reason}", f"unset {_FORCE}, or build the module")

@@ -1,4 +1,4 @@
-"""Products with packed weights: on integers by the native kernels, or exactly, a few decoded rows at a time."""
+"""Products with packed weights: on integers by the native kernels, or exactly, decoded a row or a few at a time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ if TYPE_CHECKING:
     from fewbits.kernels import Kernel
 
 _DECODED = 1 << 18  # weights, as float32: what is decoded at a time stays in the second-level cache until it is multiplied
+_FEW = 4  # tokens: up to these, to decode a row of weights and multiply it at once is faster than a library's product of many
 
 
 def matmul(kernel: Kernel, x: Tensor, parts: Parts, shape: Shape, bias: Tensor | None, exact: bool) -> Tensor:
     if x.ndim != 2 or x.shape[1] != shape[1]:
         raise ValueError(f"x is {tuple(x.shape)}, the weight takes rows of {shape[1]} columns")
-    if exact or not kernel.multiplies:
+    exact = exact or not kernel.multiplies
+    if exact and (kernel.backend == "reference" or len(x) > _FEW):
         return _exact(kernel, x, parts, shape, bias)
+    multiplied = kernels.native().matmul_exact if exact else kernels.native().matmul
     out = x.new_empty((len(x), shape[0]), dtype=torch.float32)
     stored = [kernels._bytes(parts[name]) for name in kernel._needed().parts]
     into = (out.numpy(), None if bias is None else bias.detach().float().contiguous().numpy())
     wide = x.detach().float().contiguous().numpy()
-    kernels.native().matmul(kernel.format, kernel._isa, wide, stored, *into, torch.get_num_threads())
+    multiplied(kernel.format, kernel._isa, wide, stored, *into, torch.get_num_threads())
     return out.to(x.dtype)
 
 

@@ -5,6 +5,8 @@
 #include "avx2.h"
 
 #define FEWBITS_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
+#define FEWBITS_AVX512_INLINE \
+  inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 
 namespace fewbits {
 

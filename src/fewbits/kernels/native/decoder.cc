@@ -14,6 +14,7 @@
 #include "attention_halves.h"
 #include "dense.h"
 #include "elementwise.h"
+#include "exact.h"
 #include "matmul.h"
 #include "threads.h"
 #include "tiles.h"
@@ -53,7 +54,8 @@ struct Matrix {
 
   void multiply(const float* x, QuantizedRow& quantized, bool& filled, float* out, int threads) const {
     const float* const add = bias ? bias->data() : nullptr;
-    if (!kernel || !kernel->of.dot_row) return multiply_floats(x, add, out, threads);
+    if (!kernel) return multiply_floats(x, add, out, threads);
+    if (!kernel->of.dot_row) return multiply_exactly({*kernel, weight(), nullptr, 1, cols, rows, x, add, out}, threads);
     if (!filled) quantized.fill(kernel->isa, x, cols);
     filled = true;
     multiply_row({*kernel, weight(), tiled ? arrays[0].data() : nullptr, 1, cols, rows, nullptr, add, out}, quantized, threads);
@@ -65,16 +67,8 @@ struct Matrix {
     const PackedWeight stored = weight();
     const size_t shares = shares_of(threads, rows * cols >> 15);
     run_shares(shares, [&](size_t share) {
-      thread_local std::vector<float> decoded;
-      decoded.resize(cols);
       for (size_t row = rows * share / shares; row < rows * (share + 1) / shares; ++row) {
-        const auto at = stored.at(row);
-        const uint8_t* w = at[0];
-        if (kernel) {  // floats of 8 bits: decoded a row at a time
-          kernel->of.decode_row(kernel->layout, at.data(), cols, decoded.data(), false);
-          w = reinterpret_cast<const uint8_t*>(decoded.data());
-        }
-        const float sum = dot(w, x, cols);
+        const float sum = dot(stored.at(row)[0], x, cols);
         out[row] = add ? sum + add[row] : sum;
       }
     });

@@ -55,18 +55,18 @@ FEWBITS_AVX2 float dot_avx2(const uint8_t* w, const float* x, size_t n) {
 #endif
 
 template <Dense kKind>
-DotDense fastest() {
+DotDense fastest([[maybe_unused]] const char* isa) {
 #if defined(__x86_64__)
-  if (has_avx2()) return dot_avx2<kKind>;
+  if (has_avx2() && !(isa && std::strcmp(isa, "scalar") == 0)) return dot_avx2<kKind>;
 #endif
   return dot<kKind>;
 }
 
 }  // namespace
 
-DotDense find_dot_dense(Dense kind) {
-  if (kind == Dense::kFloat32) return fastest<Dense::kFloat32>();
-  return kind == Dense::kFloat16 ? fastest<Dense::kFloat16>() : fastest<Dense::kBfloat16>();
+DotDense find_dot_dense(Dense kind, const char* isa) {
+  if (kind == Dense::kFloat32) return fastest<Dense::kFloat32>(isa);
+  return kind == Dense::kFloat16 ? fastest<Dense::kFloat16>(isa) : fastest<Dense::kBfloat16>(isa);
 }
 
 }  // namespace fewbits

@@ -11,7 +11,7 @@ namespace fewbits {
 
 static_assert(std::endian::native == std::endian::little, "packed weights are little-endian and read in place");
 
-constexpr int kAbi = 5;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
+constexpr int kAbi = 6;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
 constexpr size_t kMaxFields = 4;
 
 // One array of a packed weight or of its grid.
@@ -60,6 +60,8 @@ struct Panel {
 using PanelRows = const std::array<const uint8_t*, kMaxFields>*;  // kPanelRows of them
 
 using DotRows = void (*)(const Layout&, const RowOf* parts, const ActivationRow& x, size_t cols, float* out);
+// Of `count` rows, one or four, with activations that are not rounded.
+using DotFloats = void (*)(const Layout&, const RowOf* parts, size_t count, const float* x, size_t cols, float* out);
 using FillPanel = void (*)(const Layout&, PanelRows rows, size_t first_column, size_t columns, size_t cols, Panel& panel);
 
 // How a format stores its scales: as they are, or as integers under one float16 for 256 columns.
@@ -95,6 +97,7 @@ struct Functions {
   FillPanel fill_panel = nullptr;
   ByteTraits bytes = {};
   SubScalesAt sub_scales = nullptr;  // of the scalar kernel, where scales are integers
+  DotFloats dot_floats = nullptr;    // where it is faster than to decode a row and multiply then
 };
 
 // Constructing one, as a static of its own file, puts it into the table.

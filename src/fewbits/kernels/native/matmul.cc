@@ -3,20 +3,16 @@
 #include "matmul.h"
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <vector>
 
 #include "activations.h"
 #include "panels.h"
-#include "threads.h"
 #include "tiles.h"
+#include "visits.h"
 
 namespace fewbits {
 namespace {
-
-constexpr size_t kWorthAThread = 1 << 15;  // products; a thread of the pool begins within a microsecond or two
-constexpr size_t kBytesAtATime = 1 << 20;  // of weights, for one visit of a thread: it may be slower than its neighbours
 
 // Rows of activations in int8, as activations.h makes them. The arrays stay from call to call: a decode step makes hundreds of
 // them.
@@ -37,46 +33,12 @@ struct Rows {
   }
 };
 
-// Visits of a thread: whoever is free takes the next. What each computes does not depend on who does it.
-template <typename Visit>
-void for_visits(size_t visits, size_t products, int threads, const Visit& visit) {
-  const size_t shares = shares_of(threads, std::min(visits, std::max<size_t>(1, products / kWorthAThread)));
-  std::atomic<size_t> next = 0;
-  run_shares(shares, [&](size_t) {
-    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < visits;) visit(i);
-  });
-}
-
-// Of each of four streams, in one visit: as long as they can be without leaving a thread idle at the end.
-size_t rows_at_a_time(size_t rows, size_t row_bytes, int threads) {
-  const size_t equal = static_cast<size_t>(std::max(1, threads)), turns = 1 + rows * row_bytes / (equal * kBytesAtATime);
-  return std::max<size_t>(1, (rows + 4 * equal * turns - 1) / (4 * equal * turns));
-}
-
 void stream_row(const Product& product, const ActivationRow& x, int threads) {
-  size_t row_bytes = 0;
-  for (const size_t stride : product.weight.stride) row_bytes += stride;
-  const size_t at_a_time = 4 * rows_at_a_time(product.weights, row_bytes, threads);
-  const size_t visits = (product.weights + at_a_time - 1) / at_a_time;
   const Functions& of = product.kernel.of;
-  float* const out = product.out;
-  for_visits(visits, product.weights * product.cols, threads, [&](size_t visit) {
-    const size_t first = visit * at_a_time, count = std::min(at_a_time, product.weights - first), apart = count / 4;
-    std::array<const uint8_t*, kMaxFields> parts[4];
-    const RowOf four[4] = {parts[0].data(), parts[1].data(), parts[2].data(), parts[3].data()};
-    float sums[4];
-    const auto keep = [&](size_t w, float sum) { out[w] = product.bias ? sum + product.bias[w] : sum; };
-    for (size_t i = 0; i < apart; ++i) {
-      for (size_t k = 0; k < 4; ++k) parts[k] = product.weight.at(first + k * apart + i);
-      of.dot_four(product.kernel.layout, four, x, product.cols, sums);
-      for (size_t k = 0; k < 4; ++k) keep(first + k * apart + i, sums[k]);
-    }
-    for (size_t w = first + 4 * apart; w < first + count; ++w) {
-      parts[0] = product.weight.at(w);
-      of.dot_row(product.kernel.layout, four, x, product.cols, sums);
-      keep(w, sums[0]);
-    }
-  });
+  const Layout& layout = product.kernel.layout;
+  stream_fours(
+      product, threads, [&](const RowOf* row, float* sum) { of.dot_row(layout, row, x, product.cols, sum); },
+      [&](const RowOf* rows, float* sums) { of.dot_four(layout, rows, x, product.cols, sums); });
 }
 
 constexpr size_t kPanelBlocks = kPanelColumns / 32;

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "exact.h"
 #include "halves.h"
 #include "kernels.h"
 #include "matmul.h"
@@ -144,20 +145,33 @@ void pack(const std::string& format, const Bytes& codes, const std::vector<Bytes
   });
 }
 
-// x (rows, cols) times the weight (weights, cols) transposed -> out (rows, weights); `bias` has a row of one for each weight.
+// x (rows, cols) times the weight (weights, cols) transposed -> out (rows, weights); `bias` has a number for each weight.
+void matmul_with(void (*multiplies)(const Product&, int), const Kernel& kernel, const Floats& x, const std::vector<Bytes>& parts,
+                 FloatsInto& out, const std::optional<FloatList>& bias, int threads) {
+  const size_t rows = x.shape(0), cols = x.shape(1), weights = out.shape(1);
+  if (out.shape(0) != rows || (bias && bias->shape(0) != weights))
+    throw std::invalid_argument("x, out and bias do not belong together");
+  const auto from = checked<const uint8_t>(kernel.layout, kernel.layout.parts, parts, weights, blocks_of(kernel.layout, cols));
+  const Product product{kernel,   {from.start, from.stride},     nullptr,   rows, cols, weights,
+                        x.data(), bias ? bias->data() : nullptr, out.data()};
+  nb::gil_scoped_release released;
+  if (rows && weights) multiplies(product, threads);
+}
+
 void matmul(const std::string& format, const std::string& isa, const Floats& x, const std::vector<Bytes>& parts, FloatsInto out,
             const std::optional<FloatList>& bias, int threads) {
   const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
   if (!kernel || !kernel->runs_here() || !kernel->of.dot_row)
     throw std::invalid_argument("no " + isa + " kernel multiplies by " + format + " here");
-  const size_t rows = x.shape(0), cols = x.shape(1), weights = out.shape(1);
-  if (out.shape(0) != rows || (bias && bias->shape(0) != weights))
-    throw std::invalid_argument("x, out and bias do not belong together");
-  const auto from = checked<const uint8_t>(kernel->layout, kernel->layout.parts, parts, weights, blocks_of(kernel->layout, cols));
-  const Product product{*kernel,  {from.start, from.stride},     nullptr,   rows, cols, weights,
-                        x.data(), bias ? bias->data() : nullptr, out.data()};
-  nb::gil_scoped_release released;
-  if (rows && weights) multiply(product, threads);
+  matmul_with(multiply, *kernel, x, parts, out, bias, threads);
+}
+
+// The same with activations that are not rounded; any format that decodes.
+void matmul_exact(const std::string& format, const std::string& isa, const Floats& x, const std::vector<Bytes>& parts,
+                  FloatsInto out, const std::optional<FloatList>& bias, int threads) {
+  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
+  if (!kernel || !kernel->runs_here()) throw std::invalid_argument("no " + isa + " kernel decodes " + format + " here");
+  matmul_with(multiply_exactly, *kernel, x, parts, out, bias, threads);
 }
 
 // Bytes of a weight as tiles.h lays it out; 0: nothing here multiplies by tiles of this format.
@@ -277,6 +291,8 @@ NB_MODULE(_native, m) {
   m.def("pack", &pack, nb::arg("format"), nb::arg("codes").noconvert(), nb::arg("grid").noconvert(), nb::arg("parts").noconvert(),
         nb::arg("threads"));
   m.def("matmul", &matmul, nb::arg("format"), nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("parts").noconvert(),
+        nb::arg("out").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("threads"));
+  m.def("matmul_exact", &matmul_exact, nb::arg("format"), nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("parts").noconvert(),
         nb::arg("out").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("threads"));
   m.def("tiled_size", &tiled_size);
   m.def("tile", &tile_weight, nb::arg("format"), nb::arg("isa"), nb::arg("parts").noconvert(), nb::arg("weights"),
