@@ -84,6 +84,7 @@ def test_the_int8_operator_passes_torchs_own_checks() -> None:
     x, w = torch.randint(-127, 128, (3, 40), dtype=torch.int8), torch.randint(-127, 128, (5, 40), dtype=torch.int8)
     torch.library.opcheck(ops.w8a8, (x, torch.rand(3), w, torch.rand(5), torch.rand(5)))
     torch.library.opcheck(ops.w8a8, (x, torch.rand(3), w, torch.rand(5), None))
+    torch.library.opcheck(ops.w8a8_linear, (torch.randn(3, 40), w, torch.rand(5), torch.rand(5)))
 
 
 def test_a_compiled_layer_has_no_graph_break() -> None:
@@ -96,3 +97,13 @@ def test_a_compiled_layer_has_no_graph_break() -> None:
     x = torch.randn(5, 256)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), layer(x))
+
+
+def test_a_compiled_integer_layer_has_no_graph_break() -> None:
+    w, w_scale, bias = torch.randint(-127, 128, (5, 40), dtype=torch.int8), torch.rand(5, 1), torch.randn(5)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(ops.w8a8_linear(x * 2, w, w_scale, bias))
+
+    x = torch.randn(3, 40)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))

@@ -20,7 +20,7 @@ from fewbits import formats, kernels, rounding
 from fewbits.benchmarks import ggml
 from fewbits.errors import InputError
 from fewbits.formats import Format, Shape
-from fewbits.kernels import Kernel, reference
+from fewbits.kernels import Kernel, reference, triton
 
 if TYPE_CHECKING:
     from fewbits.formats import Grid, Parts
@@ -335,6 +335,25 @@ def test_forcing_a_kernel_that_cannot_run_here_is_an_error(monkeypatch: pytest.M
     monkeypatch.setenv("FEWBITS_KERNEL", "avx2")
     with pytest.raises(InputError, match="processor has no avx2"):
         kernels.bind(fmt, (2, 256))
+
+
+def test_without_a_gpu_its_tensors_are_left_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/gpu has what Triton computes; here is what happens without it."""
+    monkeypatch.delenv("FEWBITS_KERNEL", raising=False)
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    monkeypatch.setattr(triton, "runs_here", lambda: "torch sees no GPU")
+    q4_k, processors = formats.get("q4_k"), kernels.bind(formats.get("q4_k"), (2, 256)).backend
+    assert kernels.bind(q4_k, (2, 256), "cuda:1") == Kernel("q4_k", "reference") == kernels.available(q4_k, "cuda")[0]
+    assert [kernel.backend for kernel in kernels.every(q4_k, "cuda")] == ["triton", "reference"]
+    assert Kernel("q4_k", "triton").runs_here() == "torch sees no GPU" and kernels.who(q4_k, (2, 256)) == processors
+    assert "is a cast" in str(Kernel("bf16", "triton").runs_here())
+    monkeypatch.setenv("FEWBITS_KERNEL", "triton")
+    with pytest.raises(InputError, match="`triton`, but torch sees no GPU"):
+        kernels.bind(q4_k, (2, 256))
+    monkeypatch.setattr(triton, "runs_here", lambda: None)  # with one, the processor goes on with its own
+    assert kernels.bind(q4_k, (2, 256)).backend == processors and kernels.bind(q4_k, (2, 256), "cuda").backend == "triton"
+    assert kernels.who(q4_k, (2, 256)) == f"{processors}; GPU: triton"
+    assert kernels.fastest(("avx512", "avx2", "neon", "scalar")) is not None
 
 
 @pytest.mark.usefixtures("fresh_caches")

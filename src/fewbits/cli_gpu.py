@@ -41,9 +41,9 @@ def timed(formats: Sequence[str], shapes: Sequence[Shape], tokens: Sequence[int]
         for shape in shapes:
             console.print("\n".join(listing.roofline_table(formats, shape, tokens)), markup=False, soft_wrap=True)
         raise typer.Exit(3)
-    found = {
-        (name, shape, count): measuring.measure(known.get(name), shape, count) for shape in shapes for name in formats for count in tokens
-    }
+    wanted = [(name, shape, count) for shape in shapes for name in formats for count in tokens]
+    steps = progress_for(as_json, False)(wanted, len(wanted), "timing")
+    found = {(name, shape, count): measuring.measure(known.get(name), shape, count) for name, shape, count in steps}
     if as_json:
         cases = found.items()
         show_json(

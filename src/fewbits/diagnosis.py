@@ -1,5 +1,5 @@
 """What runs here: the processor's instruction sets, the kernels of each, runtimes and their versions; what is missing, and how to get it.
-Nothing is imported to find out but the native module itself."""
+Nothing is imported to find out but the native module itself, and torch where a GPU's driver is, to ask which GPU it is."""
 
 from __future__ import annotations
 

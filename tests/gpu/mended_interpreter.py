@@ -1,18 +1,20 @@
 """Triton's interpreter, mended: its casts to and from bfloat16 and float8 are wrong (20,078 of all 65,536 float16 values as e4m3), and so
 are its products of them. test_gpu_interpreter.py proves the mended casts on every code.
 
-Arithmetic on bfloat16 or float8 itself, which the interpreter does on their bits, is refused: kernels compute in float32.
+Arithmetic on bfloat16 or float8 itself, which the interpreter does on their bits, is refused: kernels compute in float32. So is a load or a
+store outside of the arrays of the launch, which on a GPU may go unseen: what a mask forgot is often multiplied by zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 _STORED_AS_BITS = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 _ARITHMETIC = tuple(
@@ -48,11 +50,68 @@ def mend() -> None:
         assert np.abs(total).max(initial=0) < 2**31, "the sum of an integer product has overflowed"
         return TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
+    arrays = _Arrays()
+    plain_arguments, plain_load, plain_store = (
+        GridExecutor._init_args_hst, InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store,
+    )  # fmt: skip
+
+    def arguments(self: Any, *given: Any) -> Any:
+        found = plain_arguments(self, *given)
+        arrays.known(found)
+        return found
+
+    def load(self: Any, pointers: TensorHandle, mask: TensorHandle, *how: Any) -> Any:
+        arrays.check(pointers, mask)
+        return plain_load(self, pointers, mask, *how)
+
+    def store(self: Any, pointers: TensorHandle, value: TensorHandle, mask: TensorHandle, *how: Any) -> Any:
+        arrays.check(pointers, mask)
+        return plain_store(self, pointers, value, mask, *how)
+
+    GridExecutor._init_args_hst = arguments
+    InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store = load, store
     InterpreterBuilder.cast_impl = cast
     InterpreterBuilder.create_fp_to_fp = lambda self, source, target, _rounding: cast(self, source, target)
     InterpreterBuilder.create_dot = dot
     for name in _ARITHMETIC:
         setattr(InterpreterBuilder, name, _refusing(getattr(InterpreterBuilder, name), name))
+
+
+class _Arrays:
+    """Where the memory of a launch's arguments begins and ends."""
+
+    def known(self, arguments: Any) -> None:
+        found = sorted(_extents(arguments))
+        joined: list[list[int]] = []
+        for start, end in found:
+            if joined and start <= joined[-1][1]:  # views of the same memory
+                joined[-1][1] = max(joined[-1][1], end)
+            else:
+                joined.append([start, end])
+        self._starts, self._ends = (np.array([each[side] for each in joined], dtype=np.uint64) for side in (0, 1))
+
+    def check(self, pointers: TensorHandle, mask: TensorHandle) -> None:
+        wanted = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)].astype(np.uint64)
+        if not wanted.size:
+            return
+        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
+        place = np.searchsorted(self._starts, wanted, side="right")
+        outside = (place == 0) | (wanted + size > self._ends[np.maximum(place, 1) - 1])
+        if outside.any():
+            raise IndexError(f"{int(outside.sum())} of {wanted.size} addresses lie outside of the kernel's arrays")
+
+
+def _extents(value: Any) -> Iterator[tuple[int, int]]:
+    if isinstance(value, torch.Tensor):
+        if value.is_contiguous():
+            yield value.data_ptr(), value.data_ptr() + value.nbytes
+        else:
+            yield value.untyped_storage().data_ptr(), value.untyped_storage().data_ptr() + value.untyped_storage().nbytes()
+    elif isinstance(value, dict):
+        yield from _extents(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _extents(each)
 
 
 def _refusing(plain: Any, name: str) -> Any:

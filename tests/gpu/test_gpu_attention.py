@@ -9,6 +9,8 @@ from gpu_weights import EPS, rounding_of
 from fewbits import kv
 from fewbits import kv_cache as emulated
 from fewbits.errors import InputError
+from fewbits.kernels.triton import kv_cache
+from fewbits.kernels.triton.devices import Device
 from fewbits.kernels.triton.kv_cache import PackedCache, unsupported
 
 FORMATS = ("int8", "int4", "fp8")
@@ -54,6 +56,20 @@ def test_the_cache_holds_what_its_emulation_gives(name: str, tokens: int, piece:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_pieces_are_appended_behind_what_is_there_and_the_cache_grows(name: str) -> None:
+    """33 tokens, 50 and 90: groups that two pieces share; the space of 128 tokens is left behind when some are in it."""
+    fmt = kv.get(name)
+    keys, values = (random(2, 2, 173, 32, seed=seed) for seed in (1, 2))
+    cache = PackedCache(fmt, 2, 2, 32, torch.float16)
+    for first, end in ((0, 33), (33, 83), (83, 173)):
+        cache.append(keys[:, :, first:end], values[:, :, first:end])
+        found_keys, found_values = cache.unpacked()
+        assert torch.equal(found_keys, rounded(keys[:, :, :end], fmt, True, end))
+        assert torch.equal(found_values, rounded(values[:, :, :end], fmt, False, end))
+    assert cache.packed > 128
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_tokens_of_zeros_and_of_one_value_have_no_range(name: str) -> None:
     fmt = kv.get(name)
     cache = PackedCache(fmt, 1, 1, 32, torch.float16)
@@ -73,6 +89,30 @@ def test_what_lies_in_the_middle_of_two_codes_goes_to_the_even_one(name: str) ->
     cache = PackedCache(fmt, 1, 1, 32, torch.float16)
     cache.append(x, x)
     assert torch.equal(cache.unpacked()[0], rounded(x, fmt, True, 33)) and torch.equal(cache.unpacked()[1], rounded(x, fmt, False, 33))
+
+
+def test_what_is_not_finite_stays_in_its_group_or_token() -> None:
+    """Integers have no code for it: an infinity becomes a large number, of a channel in one group of 32 tokens. float8 keeps NaN."""
+    keys = random(1, 1, 65, 32)
+    plain = PackedCache(kv.get("int8"), 1, 1, 32, torch.float16)
+    plain.append(keys, keys)
+    for value in (torch.inf, -torch.inf):
+        broken = keys.clone()
+        broken[0, 0, 40, 5] = value
+        cache = PackedCache(kv.get("int8"), 1, 1, 32, torch.float16)
+        cache.append(broken, keys)
+        found, wanted = cache.unpacked()[0][0, 0], plain.unpacked()[0][0, 0]
+        assert found.isfinite().all() and found[40, 5] * value == torch.inf and found[40, 5].abs() > 60000
+        touched = torch.zeros_like(found, dtype=torch.bool)
+        first = kv.get("int8").sink
+        touched[first + (40 - first) // 32 * 32 : first + (40 - first) // 32 * 32 + 32, 5] = True
+        assert torch.equal(found[~touched], wanted[~touched])
+    broken = keys.clone()
+    broken[0, 0, 40, 5] = torch.nan
+    cache = PackedCache(kv.get("fp8"), 1, 1, 32, torch.float16)
+    cache.append(broken, keys)
+    found = cache.unpacked()[0][0, 0]
+    assert found[40, 5].isnan() and found[[row for row in range(65) if row != 40]].isfinite().all()
 
 
 def exact(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,6 +145,19 @@ def test_attention_is_that_over_the_unpacked_cache(name: str, dtype: torch.dtype
     y = cache.attend(q)
     wanted, allowed = exact(q, *cache.unpacked())
     assert y.dtype == dtype and ((y.double() - wanted).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_attention_of_one_program_over_many_groups(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of one processor has one split: four groups and the rest go through the same running maximum, which each group raises."""
+    monkeypatch.setattr(kv_cache, "device_of", lambda _: Device("sm_80", 1))
+    keys, values = (random(1, 1, 140, 32, seed=seed) for seed in (1, 2))
+    keys = keys * (torch.arange(140) / 40).reshape(1, 1, 140, 1).half()
+    cache = PackedCache(kv.get(name), 1, 1, 32, torch.float16)
+    cache.append(keys, values)
+    q = random(1, 3, 1, 32, seed=5) / 8
+    wanted, allowed = exact(q, *cache.unpacked())
+    assert ((cache.attend(q).double() - wanted).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 33, 34, 65])

@@ -4,15 +4,32 @@ them all."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from fewbits.errors import InputError
-from fewbits.kernels.triton import cases, compiling, inspecting, listing, occupancy, tiles
+from fewbits.kernels.triton import (
+    attention,
+    blocks,
+    cases,
+    compiling,
+    float8,
+    inspecting,
+    integers,
+    listing,
+    microscaling,
+    occupancy,
+    statistics,
+    super_blocks,
+    tiles,
+    w8a8,
+)
 
 EVERY_KERNEL = (
     "product int4_g128 float16 1", "product int4_g128 float16 16", "product int4_g128 bfloat16 64", "product q4_k float16 16",
-    "product q6_k float16 1", "product mxfp4 float16 16", "product fp8_e4m3_channel float16 16", "decoded q4_k", "add_up 16",
+    "product q6_k float16 1", "product mxfp4 float16 16", "product fp8_e4m3_channel float16 16", "product int8_g64_asym float16 1",
+    "decoded q4_k", "add_up 16",
     "norm_and_quantize", "integer_product 16", "quantize_float8", "float8_product e4m3 16", "float8_product e5m2 16", "observe",
     "attend int8", "attend int4", "attend fp8", "combine int8", "settle int4", "settle fp8",
 )  # fmt: skip
@@ -21,6 +38,12 @@ EVERY_KERNEL = (
 def test_the_cases_above_name_every_kernel() -> None:
     kernels = {case.split()[0] for case in cases.all()}
     assert {case.split()[0] for case in EVERY_KERNEL} == kernels and set(EVERY_KERNEL) <= set(cases.all())
+
+
+@pytest.mark.parametrize("family", [integers, blocks, super_blocks, microscaling, w8a8, float8, statistics, attention])
+def test_the_header_of_a_family_says_what_a_reader_needs(family: ModuleType) -> None:
+    told = {line.split()[0] for line in str(family.__doc__).splitlines() if line and not line[0].isspace()}
+    assert {"layout", "bytes", "bound"} <= told and "tiles" in str(family.__doc__)
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "gfx942"])
@@ -71,10 +94,10 @@ def test_loads_are_found_by_the_array_they_read() -> None:
 
 def test_what_is_not_good_enough_is_said() -> None:
     case = cases.all()["product int4_g128 float16 16"]
-    fine = inspecting.Seen(64, 0, 1024, ("mma.sync.aligned.m16n8k16",), False, {})
+    fine = inspecting.Seen(64, 0, 1024, ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",), False, {})
 
     def problem(seen: inspecting.Seen, loads: list[int], resident: int = 8) -> str:
-        return str(compiling._problem(case, "sm_80", seen, loads, resident))
+        return str(compiling._problem(case, "sm_80", seen, {"planes": loads}, resident))
 
     assert problem(fine, [16, 8]) == "None"
     assert "4 bytes" in problem(fine, [16, 4]) and "no load" in problem(fine, [])
@@ -82,6 +105,42 @@ def test_what_is_not_good_enough_is_said() -> None:
     assert "32 bytes of registers" in problem(inspecting.Seen(64, 32, 0, fine.tensor, False, {}), [16])
     assert "flushed" in problem(inspecting.Seen(64, 0, 0, fine.tensor, True, {}), [16])
     assert "no mma.sync" in problem(inspecting.Seen(64, 0, 0, (), False, {}), [16])
+    attend = cases.all()["attend int4"]
+    assert "`value_codes`" in str(compiling._problem(attend, "sm_80", fine, {"key_codes": [8], "value_codes": [4]}, 8))
+
+
+# as the compiler of Triton 3.9 writes them
+@pytest.mark.parametrize(
+    "architecture, halves, integers, floats",
+    [
+        ("sm_80", "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32", None),
+        ("sm_89", "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", None, "mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e4m3.f32"),
+        ("sm_90", "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16", "wgmma.mma_async.sync.aligned.m64n16k32.s32.s8.s8",
+         "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"),
+        ("sm_100", "tcgen05.mma.cta_group::1.kind::f16", "tcgen05.mma.cta_group::1.kind::i8", "tcgen05.mma.cta_group::1.kind::f8f6f4"),
+        ("gfx90a", "v_mfma_f32_32x32x8bf16_1k", "v_mfma_i32_16x16x16i8", None),
+        ("gfx942", "v_mfma_f32_16x16x16_f16", "v_mfma_i32_16x16x32_i8", None),
+        ("gfx1100", "v_wmma_f32_16x16x16_bf16", "v_wmma_i32_16x16x16_iu8", None),
+    ],
+)  # fmt: skip
+def test_tensor_cores_must_multiply_the_types_that_a_kernel_is_for(
+    architecture: str, halves: str, integers: str | None, floats: str | None
+) -> None:
+    """A product of int8 that the compiler turned into one of halves would be half as fast and pass for one otherwise. Where there is no
+    float8, halves are what is wanted."""
+
+    def problem(name: str, instruction: str) -> str | None:
+        seen = inspecting.Seen(64, 0, 1024, (instruction,), False, {})
+        return compiling._problem(cases.all()[name], architecture, seen, {"w": [16]}, 8)
+
+    half, whole, float8 = "product int4_g128 float16 16", "integer_product 16", "float8_product e5m2 16"
+    assert problem(half, halves) is None and "other types than int8" in str(problem(whole, halves))
+    if integers:
+        assert problem(whole, integers) is None and "other types than half" in str(problem(half, integers))
+    if floats:
+        assert problem(float8, floats) is None and "other types than float8" in str(problem(float8, halves))
+    else:
+        assert problem(float8, halves) is None
 
 
 def test_occupancy_as_the_vendor_counts_it() -> None:
@@ -108,8 +167,9 @@ def test_the_table_of_tiles_is_sorted_and_serves_every_batch() -> None:
 
 def row(case: str, architecture: str, registers: int, instructions: float | None = None) -> compiling.Row:
     return compiling.Row(
-        case, architecture, 1.0, registers, 0, 2048, 4, 16, ("mma.sync.aligned.m16n8k16",), 16, 0.516, None, instructions, "KEY"
-    )
+        case, architecture, 1.0, registers, 0, 2048, 4, 16, ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",), 16, 0.516, None,
+        instructions, "KEY",
+    )  # fmt: skip
 
 
 def test_tables_go_between_their_marks() -> None:
@@ -130,7 +190,7 @@ def test_tables_go_between_their_marks() -> None:
     with pytest.raises(InputError, match="end of roofline"):
         listing.fill(page.replace("<!-- end of roofline -->", ""), rows)
     assert listing.compiled_table(rows)[2].startswith(
-        "| product q4_k float16 1 | sm_80 | 96 | 0 | 2048 | 4 | 16 | mma.m16n8k16 | 16 | 0.516 | 6.6 |"
+        "| product q4_k float16 1 | sm_80 | 96 | 0 | 2048 | 4 | 16 | mma.m16n8k16.f32.f16.f16.f32 | 16 | 0.516 | 6.6 |"
     )
 
 

@@ -99,7 +99,7 @@ def test_every_float_is_rounded_to_e4m3_as_torch_does() -> None:
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("weights", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_float8_products_of_every_code(weights: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bits, "multiplies_float8", lambda _: native)
+    monkeypatch.setattr(tiles, "multiplies_float8", lambda _: native)
     every = torch.arange(256).to(torch.uint8)
     codes = every[every.view(weights).float().isfinite()]
     w = codes.repeat(3)[: 2 * 242].reshape(2, 242).view(weights)

@@ -91,6 +91,25 @@ def test_a_product_is_that_of_the_values(name: str) -> None:
     assert ((out - exact).abs() <= 2.0**-24 * exact.abs()).all()
 
 
+@triton.jit
+def copy(x, out, first, n, BLOCK: tl.constexpr):
+    at = first + tl.arange(0, BLOCK)
+    tl.store(out + tl.arange(0, BLOCK), tl.load(x + at, mask=at < n, other=0.0), mask=tl.arange(0, BLOCK) < n)
+
+
+def test_memory_outside_of_the_arrays_is_refused() -> None:
+    """By one element, at both ends, in loads and stores; and a view's own memory is its own, whatever lies around it."""
+    whole = torch.arange(64.0)
+    x, out = whole[16:32], torch.empty(16)
+    copy[(1,)](x, out, 0, 16, BLOCK=32)
+    assert torch.equal(out, x)
+    for first, n in ((0, 17), (-1, 16)):
+        with pytest.raises(Exception, match=r"1 of 1[67] addresses lie outside"):
+            copy[(1,)](x, torch.empty(64), first, n, BLOCK=16 if first else 32)
+    with pytest.raises(Exception, match="addresses lie outside"):
+        copy[(1,)](x, out[:15], 0, 16, BLOCK=32)
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_arithmetic_on_bits_is_refused(name: str) -> None:
     x = torch.ones(16).to(TYPES[name][0])

@@ -66,6 +66,19 @@ def test_decoding_every_code(fmt: Format) -> None:
     assert same_bits(linear.decode(planar(fmt, parts)), reference.decode(fmt, parts))
 
 
+@over([formats.get(name) for name in ("mxfp4", "nvfp4", "nvfp4_tensor", "q3_k", "q4_k", "q6_k", "iq4_xs", "int8_g64_asym")])
+def test_decoding_under_every_byte_of_a_scale(fmt: Format) -> None:
+    """Scales, minima and zeros of 8 bits: each of their values that the format can store, 2^-127 and NaN among them."""
+    shape = (64, max(256, 4 * (fmt.run or 0)))
+    codes, grid = fmt.unpack(random_bytes(fmt, shape))
+    for name, entry in grid.items():
+        if not entry.is_floating_point():
+            grid[name] = torch.arange(entry.numel()).reshape(entry.shape).to(torch.uint8).view(entry.dtype)
+    parts = fmt.pack(codes, grid)
+    assert all(len(entry.unique()) in (16, 64, 128, 256) for entry in fmt.unpack(parts)[1].values() if not entry.is_floating_point())
+    assert same_bits(linear.decode(planar(fmt, parts)), reference.decode(fmt, parts))
+
+
 @over([formats.get(name) for name in ("q4_k", "fp8_e5m2_channel", "mxfp4")])
 def test_decoding_to_halves_rounds_once(fmt: Format) -> None:
     parts = packed(fmt, (5, columns(fmt, 2)))
@@ -164,6 +177,74 @@ def test_extreme_scales(fmt: Format) -> None:
         assert finite.sum() >= 6 and ((y - wanted).abs() <= allowed)[:, finite].all()
 
 
+FLOAT16 = [
+    formats.get(name)
+    for name in ("int4_g128", "int4_g32_asym", "int8_channel", "int8_channel_asym", "int4_tensor", "q4_0", "q5_1", "q4_k", "q3_k")
+]
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 65504.0])
+@over(FLOAT16)
+def test_the_smallest_and_the_largest_scale_of_float16(fmt: Format, scale: float) -> None:
+    """One row is all zeros, and columns end within a tile. bfloat16 holds every weight. Of float16, a weight beyond 65504 is an
+    infinity in tensor cores, as it is where it is decoded to that type; for one token weights are not rounded, and a sum that float16
+    holds is right."""
+    assert fmt.levels
+    shape = (5, columns(fmt, 2))
+    codes, grid = fmt.unpack(packed(fmt, shape))
+    for entry in grid.values():
+        if entry.dtype == torch.float16:
+            entry[:] = scale
+    parts = fmt.pack(codes, grid)
+    w = reference.decode(fmt, parts)
+    for tokens in (1, 2):
+        for dtype in HALVES:
+            x = activations(tokens, shape[1], dtype) * (2.0**-12 if scale > 1 else 2.0**8)
+            wanted = expected(fmt, parts, x, None, None)
+            y = linear.matmul(x, planar(fmt, parts)).double()
+            holds = w.half().isfinite().all(1) if dtype == torch.float16 and tokens > 1 else torch.ones(len(w), dtype=torch.bool)
+            allowed = bound(fmt, parts, x, wanted.abs(), weights_are_rounded=tokens > 1)
+            kept = holds & (wanted.abs() + allowed < torch.finfo(dtype).max).all(0)
+            assert ((y - wanted).abs() <= allowed)[:, kept].all() and not y[:, ~holds].isfinite().any()
+            assert dtype == torch.float16 or kept.all()
+
+
+@pytest.mark.parametrize("fmt", FLOAT16[:2], ids=lambda fmt: fmt.name)
+def test_what_is_not_finite_stays_in_its_own_token_and_its_own_row(fmt: Format) -> None:
+    shape = (37, columns(fmt, 3))
+    parts = packed(fmt, shape)
+    x = activations(3, shape[1], torch.float16)
+    whole = linear.matmul(x, planar(fmt, parts))
+    for value in (torch.nan, torch.inf, -torch.inf):
+        broken = x.clone()
+        broken[1, 5] = value
+        y = linear.matmul(broken, planar(fmt, parts))
+        assert torch.equal(y[[0, 2]], whole[[0, 2]])
+        assert not y[1].isfinite().any()  # a row without weight at this column too: nothing times infinity is NaN, as in torch
+        assert not linear.matmul(broken[1:2].clone(), planar(fmt, parts)).isfinite().any()
+        codes, grid = fmt.unpack({name: part.clone() for name, part in parts.items()})
+        grid["scales"][3, 0] = value
+        damaged = linear.matmul(x, planar(fmt, fmt.pack(codes, grid)))
+        others = [row for row in range(37) if row != 3]
+        assert torch.equal(damaged[:, others], whole[:, others]) and not damaged[:, 3].isfinite().any()
+
+
+@over([formats.get(name) for name in ("int4_g128", "q6_k")])
+def test_rows_of_zeros_give_the_bias_alone(fmt: Format) -> None:
+    """Exactly: the sum of products with zero is zero."""
+    parts = rtn.quantize(torch.zeros(5, 256), fmt, how="max")
+    bias = torch.randn(5).half()
+    for tokens in (1, 3):
+        assert torch.equal(linear.matmul(activations(tokens, 256, torch.float16), planar(fmt, parts), bias), bias.expand(tokens, 5))
+
+
+@over([formats.get(name) for name in ("int4_g128", "q3_k")])
+def test_many_blocks_of_rows_and_tokens(fmt: Format) -> None:
+    """More rows than any tile has, more tokens than one, and columns that end within the third tile."""
+    for tokens in (1, 67):
+        check(fmt, tokens, (131, 640 if fmt.block < 256 else 768), torch.float16, bias=True, residual=True)
+
+
 def test_large_batches_are_left_to_the_library() -> None:
     fmt, shape = formats.get("q8_0"), (5, 64)
     parts = packed(fmt, shape)
@@ -176,10 +257,12 @@ def test_large_batches_are_left_to_the_library() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     fmt = formats.get("q8_0")
     weight = planar(fmt, packed(fmt, (4, 64)))
+    assert linear.matmul(torch.zeros(0, 64).half(), weight).shape == (0, 4)
     for x in (torch.zeros(2, 32).half(), torch.zeros(64, 2).half().T, torch.zeros(2, 64), torch.zeros(64).half()):
         with pytest.raises(ValueError):
             linear.matmul(x, weight)
-    with pytest.raises(ValueError, match="bias"):
-        linear.matmul(torch.zeros(2, 64).half(), weight, torch.zeros(5).half())
+    for bias in (torch.zeros(5).half(), torch.zeros(8).half()[::2]):
+        with pytest.raises(ValueError, match="bias"):
+            linear.matmul(torch.zeros(2, 64).half(), weight, bias)
     with pytest.raises(ValueError, match="residual"):
         linear.matmul(torch.zeros(2, 64).half(), weight, None, torch.zeros(3, 4).half())

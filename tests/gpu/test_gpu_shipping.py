@@ -86,10 +86,28 @@ def test_a_damaged_file_and_a_path_that_leads_out_are_left_out(shipped: Path, tm
     first, second, *_ = [entry for entry in kernels if entry["architecture"] == "sm_80"]
     first["files"] = dict.fromkeys(first["files"], "0" * 64)
     second["key"] = "../outside"
-    seeded = shipping.seed(changed(shipped, tmp_path, kernels=[first, second, {"files": 3}]), "sm_80", tmp_path / "cache")
+    wrong = [first, second, {"files": 3}, "no entry", {**first, "files": {}}]
+    seeded = shipping.seed(changed(shipped, tmp_path, kernels=wrong), "sm_80", tmp_path / "cache")
     assert seeded.taken == 0
-    assert ["damaged" in entry.reason for entry in seeded.skipped] == [True] * 3
+    assert ["damaged" in entry.reason for entry in seeded.skipped] == [True] * 5
     assert not (tmp_path / "outside").exists()
+
+
+def test_a_folder_that_the_environment_names_is_taken_once(
+    shipped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shipping.seed_from_environment.cache_clear()
+    monkeypatch.delenv("FEWBITS_TRITON_KERNELS", raising=False)
+    assert shipping.seed_from_environment("sm_90") is None
+    monkeypatch.setenv("FEWBITS_TRITON_KERNELS", str(shipped))
+    monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
+    found = shipping.seed_from_environment("sm_80")
+    assert found is not None and found.taken == 2 and len(list(tmp_path.iterdir())) == 2
+    assert shipping.seed_from_environment("sm_80") is found
+    assert [record.getMessage() for record in caplog.records] == [
+        f"2 of the kernels in `{shipped}` are compiled anew: compiled for gfx942, this is sm_80"
+    ]
+    shipping.seed_from_environment.cache_clear()
 
 
 def test_a_newer_index_and_none_are_refused(shipped: Path, tmp_path: Path) -> None:

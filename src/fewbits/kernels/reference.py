@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 def decode(fmt: Format, parts: Parts) -> Tensor:  # -> (rows, cols) float32
     from fewbits import rounding
 
-    codes, grid = fmt.unpack(parts)
+    # of a GPU: on the processor, where formats have their tables. Slow, and the same bits
+    where = next(iter(parts.values())).device
+    codes, grid = fmt.unpack({name: part.cpu() for name, part in parts.items()})
     scale, offset = fmt.affine(grid)
-    return rounding.decode(codes, fmt.levels, scale, offset)
+    return rounding.decode(codes, fmt.levels, scale, offset).to(where)
 
 
 def pack(fmt: Format, codes: Tensor, grid: Grid) -> Parts:

@@ -1,5 +1,6 @@
 """GPU kernels in Triton, for CUDA and ROCm. Which formats and shapes they take is known without Triton and without a GPU.
 
+    unsupported(fmt)              why they do not decode a format; None if they do. This alone is known without torch
     supports(fmt, shape, dtype)   why a product cannot be computed by these kernels; None if it can
     runs_here()                   why none of them can run on this machine; None if they can
     prepare(fmt, parts, device)   a weight in the layout of the GPU (layout.py)
@@ -11,7 +12,12 @@ ones along.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
+import sys
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fewbits.formats import Format, Shape
@@ -27,6 +33,12 @@ LEAST = "3.9"  # of Triton: what the kernels were tested and compiled with
 _OLDEST = 80  # sm_75 has no bfloat16 and no asynchronous copies
 
 
+def unsupported(fmt: Format) -> str | None:
+    from fewbits.kernels.triton import levels
+
+    return levels.unsupported(fmt)
+
+
 def supports(fmt: Format, shape: Shape, dtype: str = "float16") -> str | None:
     from fewbits.kernels.triton import layout
 
@@ -40,18 +52,27 @@ def supports(fmt: Format, shape: Shape, dtype: str = "float16") -> str | None:
 
 
 def runs_here() -> str | None:
-    import torch
-
     if reason := missing():
         return reason
+    if not _driver_is_here():  # asked before torch, whose loading takes seconds
+        return "no GPU is here: there is no driver of NVIDIA's or AMD's"
+    import torch
+
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     return unsupported_architecture(*_architecture())
 
 
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels on the processor: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and missing() is None
+
+
+@cache
 def missing() -> str | None:
-    """Why Triton itself is not here; None if it is."""
-    if importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.language") is None:
+    """Why Triton itself is not here; None if it is. Nothing of it is imported: that takes half a second."""
+    found_here = importlib.util.find_spec("triton")
+    if found_here is None or found_here.origin is None:  # a folder that happens to have this name has no origin
         return "Triton is not installed; `pip install 'fewbits[triton]'` adds it"
     from importlib.metadata import version
 
@@ -85,6 +106,17 @@ def decode(weight: Planar, dtype: torch.dtype) -> Tensor:
     from fewbits.kernels.triton import linear
 
     return linear.decode(weight, dtype)
+
+
+@cache
+def _driver_is_here() -> bool:
+    if Path("/dev/kfd").exists():  # AMD's
+        return True
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _architecture() -> tuple[str, str]:

@@ -6,7 +6,10 @@ layout   a head's tokens one after the other, `width` codes each. 4 bits: byte j
          (the sink, the newest group) stays in x's type
 bytes    per token and head, keys and values of 128 channels: int8 276, int4 148, float8 260; 512 in float16
 bound    memory: the queries of a group of heads (GQA) read the cache once
+tiles    16 queries (of one head of the cache) by 32 tokens by all channels, a group of keys at a time: tiles.csv has warps and stages
 split    SPLIT programs share a head's tokens, the last has the unrounded ones too; `combine` joins them by their maxima
+broken   a cache of integers has no code for NaN and infinity: an infinity is stored as the end of float16 and takes the precision of its
+         group with it. float8 keeps NaN
 softmax  in base 2, running maximum and sum in float32; keys, values and weights of tokens are rounded to x's type for the tensor cores
 """
 

@@ -32,7 +32,9 @@ class Call:
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+        # Triton launches on torch's current GPU, which need not be the one where the arrays are
+        with torch.cuda.device_of(next(value for value in self.arguments.values() if isinstance(value, Tensor))):
+            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
     def source(self, vendor: str) -> Any:
         """What triton.compile takes, for `cuda` or `hip`: specialised as Triton does at a launch, on alignment, ones and, on AMD, sizes

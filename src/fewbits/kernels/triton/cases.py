@@ -21,7 +21,10 @@ from fewbits.kernels.triton.kv_cache import PackedCache
 from fewbits.kernels.triton.layout import TILE, Planar
 
 SHAPE = (4096, 4096)
-FORMATS = ("int4_g128", "int4_g32_asym", "int8_channel", "q4_0", "q8_0", "q4_k", "q6_k", "q3_k", "mxfp4", "fp8_e4m3_channel")
+FORMATS = (
+    "int4_g128", "int4_g32_asym", "int8_channel", "int8_g64_asym", "q4_0", "q8_0", "q4_k", "q6_k", "q3_k", "mxfp4", "fp8_e4m3_channel",
+    "fp8_e5m2_channel",
+)  # fmt: skip
 # bfloat16 for some: what differs is the conversion before the product
 _VARIANTS = (("float16", 1), ("float16", 16), ("float16", 64), ("float16", 256), ("bfloat16", 1), ("bfloat16", 64))
 
@@ -30,10 +33,11 @@ _VARIANTS = (("float16", 1), ("float16", 16), ("float16", 64), ("float16", 256),
 class Case:
     name: str
     call: Callable[[Device], Call]
-    packed: str | None = None  # the argument whose loads must be wide
+    packed: tuple[str, ...] = ()  # the arguments whose loads must be wide
     tensor_cores: Literal["none", "any", "best"] = (
         "none"  # best: the architecture's own instruction, which wants 64 rows and more on sm_90 and sm_100
     )
+    operands: Literal["half", "int8", "float8"] = "half"  # what they multiply; float8 only where an architecture has it
     bytes_per_weight: float | None = None
 
 
@@ -57,8 +61,9 @@ def _product(name: str, dtype: str, tokens: int) -> Case:
         return linear.calls(x, _weight(name), None, None, out, device)[0]
 
     return Case(
-        f"product {name} {dtype} {tokens}", call, "planes", "best" if tokens > 1 else "none", kind.nbytes(SHAPE) / (SHAPE[0] * SHAPE[1])
-    )
+        f"product {name} {dtype} {tokens}", call, ("planes",), "best" if tokens > 1 else "none",
+        bytes_per_weight=kind.nbytes(SHAPE) / (SHAPE[0] * SHAPE[1]),
+    )  # fmt: skip
 
 
 def _decoded(name: str) -> Case:
@@ -83,7 +88,7 @@ def _integers(tokens: int) -> Case:
         x, w, out = _meta((tokens, SHAPE[1]), torch.int8), _meta(SHAPE, torch.int8), _meta((tokens, SHAPE[0]), torch.float16)
         return eight_bits.integer_call(x, _meta((tokens,)), w, _meta((SHAPE[0], 1)), None, out, device)
 
-    return Case(f"integer_product {tokens}", call, "w", "best", 1.0)
+    return Case(f"integer_product {tokens}", call, ("w",), "best", "int8", 1.0)
 
 
 def _float8_tokens() -> Case:
@@ -100,7 +105,7 @@ def _float8(weights: torch.dtype, tokens: int) -> Case:
         return eight_bits.float8_product_call(x, _meta((tokens,)), w, _meta((SHAPE[0], 1)), None, out, device)
 
     kind = "e5m2" if weights == torch.float8_e5m2 else "e4m3"
-    return Case(f"float8_product {kind} {tokens}", call, "w", "best", 1.0)
+    return Case(f"float8_product {kind} {tokens}", call, ("w",), "best", "float8", 1.0)
 
 
 def _attention(name: str) -> list[Case]:
@@ -114,7 +119,7 @@ def _attention(name: str) -> list[Case]:
         return made
 
     return [
-        Case(f"attend {name}", lambda device: cache().calls(queries, queries, 16, 0.1, device)[0], "key_codes", "any"),
+        Case(f"attend {name}", lambda device: cache().calls(queries, queries, 16, 0.1, device)[0], ("key_codes", "value_codes"), "any"),
         Case(f"combine {name}", lambda device: cache().calls(queries, queries, 16, 0.1, device)[1]),
         Case(
             f"settle {name}", lambda _: cache().settle_call(_meta((8, 64, 128), torch.float16), _meta((8, 64, 128), torch.float16), 1, 32)

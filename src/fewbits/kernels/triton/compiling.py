@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ TENSOR = {
 }  # fmt: skip
 
 
+_OPERANDS = {"half": r"b?f16|kind::f16", "int8": r"\bs8\.s8\b|kind::i8|_iu?8|\di8$", "float8": r"e[45]m[23]\.e4m3|kind::f8f6f4"}
+
+
 @dataclass(frozen=True)
 class Row:
     case: str
@@ -43,7 +47,7 @@ class Row:
     warps: int  # of a program
     resident: int  # warps on a multiprocessor
     tensor: tuple[str, ...]
-    narrowest_load: int | None  # bytes per lane, of the packed weights
+    narrowest_load: int | None  # bytes per lane, of packed weights, keys and values
     bytes_per_weight: float | None
     problem: str | None  # why it is not good enough; None if it is
     instructions: float | None  # per weight, in the loop of a product of one token; of NVIDIA's alone
@@ -93,9 +97,10 @@ def compile_one(name: str, architecture: str) -> Row:
     compiled = triton.compile(call.source(target.backend), target=target, options=call.options)
     seconds = time.perf_counter() - start
     seen = inspecting.inspect(compiled)
-    loads = [size for place in _places(call, case.packed) for size in seen.loads.get(place, ())]
+    by_array = {name: [size for place in _places(call, name) for size in seen.loads.get(place, ())] for name in case.packed}
     resident = occupancy.resident_warps(architecture, lanes, call.warps, seen.registers, seen.shared)
-    problem = _problem(case, architecture, seen, loads, resident)
+    problem = _problem(case, architecture, seen, by_array, resident)
+    loads = [size for sizes in by_array.values() for size in sizes]
     folder = Path(get_cache_manager(compiled.hash).cache_dir)
     return Row(
         name, architecture, seconds, seen.registers, seen.spills, seen.shared, call.warps, resident, seen.tensor, min(loads, default=None),
@@ -114,7 +119,7 @@ def _per_weight(call: Call, compiled: Any, lanes: int) -> float | None:
     return None if count is None else count / weights
 
 
-def _problem(case: Case, architecture: str, seen: Seen, loads: list[int], resident: int) -> str | None:
+def _problem(case: Case, architecture: str, seen: Seen, loads: Mapping[str, list[int]], resident: int) -> str | None:
     if seen.spills:
         return f"{seen.spills} bytes of registers are spilled"
     if resident == 0:
@@ -125,14 +130,18 @@ def _problem(case: Case, architecture: str, seen: Seen, loads: list[int], reside
         return "no tensor-core instructions"
     if case.tensor_cores == "best" and not any(name.startswith(TENSOR[architecture]) for name in seen.tensor):
         return f"no {TENSOR[architecture]} among {', '.join(seen.tensor) or 'no tensor-core instructions'}"
-    if case.packed and not loads:
-        return "no load of the packed weights was found"
-    if case.packed and min(loads) < LEAST_LOAD:
-        return f"a lane loads {min(loads)} bytes of packed weights at once"
+    operands = "half" if case.operands == "float8" and not tiles.multiplies_float8(architecture) else case.operands
+    if case.tensor_cores != "none" and not all(re.search(_OPERANDS[operands], name) for name in seen.tensor):
+        return f"tensor cores multiply other types than {operands}: {', '.join(seen.tensor)}"
+    for name, sizes in loads.items():
+        if not sizes:
+            return f"no load of `{name}` was found"
+        if min(sizes) < LEAST_LOAD:
+            return f"a lane loads {min(sizes)} bytes of `{name}` at once"
     return None
 
 
-def _places(call: Call, name: str | None) -> list[int]:
+def _places(call: Call, name: str) -> list[int]:
     """The numbers of an argument's pointers among those of the compiled kernel, which has no constants and no tuples."""
     from torch import Tensor
 

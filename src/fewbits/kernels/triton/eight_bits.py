@@ -1,8 +1,9 @@
 """Activations and weights of 8 bits: the calls of w8a8.py and float8.py.
 
-quantize_tokens(x, norm_weight, eps)          x (tokens, cols) -> codes int8, scale (tokens,); the RMSNorm before it, if there is one, in
-the same kernel integer_matmul(codes, scale, w, w_scale)      -> (tokens, rows)
-quantize_tokens_float8(x), float8_matmul      the same with e4m3 activations and e4m3 or e5m2 weights
+quantize_tokens(x, norm_weight, eps)         x (tokens, cols) -> codes int8, scale (tokens,); the RMSNorm before it, if there is
+                                             one, in the same kernel
+integer_matmul(codes, scale, w, w_scale)     -> (tokens, rows); `linear` is both in turn
+quantize_tokens_float8(x), float8_matmul     the same with e4m3 activations and e4m3 or e5m2 weights
 """
 
 from __future__ import annotations
@@ -26,9 +27,28 @@ def unsupported_row(cols: int) -> str | None:
     return f"{cols} columns are more than the {MOST_OF_A_ROW} that a program holds" if cols > MOST_OF_A_ROW else None
 
 
+def linear(x: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (tokens, cols) in float times int8 weights (rows, cols) -> (tokens, rows) float32, rounded per token on the way. Rows too long for
+    one program are rounded by torch, in the same steps."""
+    if not len(x):
+        return torch.empty((0, len(w)), device=x.device)
+    if unsupported_row(x.shape[1]) is None:
+        codes, scale = quantize_tokens(x)
+    else:
+        codes, scale = _rounded_by_torch(x)
+    return integer_matmul(codes, scale, w, w_scale.reshape(-1, 1), bias, torch.float32)
+
+
+def _rounded_by_torch(x: Tensor) -> tuple[Tensor, Tensor]:
+    peak = x.float().abs().amax(1)
+    scale = torch.where(peak.isfinite(), peak, torch.nan) / 127
+    codes = (x.float() / scale.unsqueeze(1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-127, 127)
+    return codes.to(torch.int8), scale
+
+
 def quantize_tokens(x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
     codes, scale = torch.empty(x.shape, dtype=torch.int8, device=x.device), torch.empty(len(x), device=x.device)
-    norm_call(x, norm_weight, eps, codes, scale).run()
+    norm_call(x.contiguous(), None if norm_weight is None else norm_weight.contiguous(), eps, codes, scale).run()
     return codes, scale
 
 
@@ -42,7 +62,7 @@ def integer_matmul(
     codes: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float16
 ) -> Tensor:
     out = torch.empty((len(codes), len(w)), dtype=dtype, device=codes.device)
-    integer_call(codes, scale, w, w_scale, bias, out, device_of(codes)).run()
+    integer_call(codes.contiguous(), scale, w.contiguous(), w_scale, bias, out, device_of(codes)).run()
     return out
 
 
@@ -54,7 +74,7 @@ def integer_call(codes: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, bias:
 
 def quantize_tokens_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     codes, scale = torch.empty(x.shape, dtype=torch.uint8, device=x.device), torch.empty(len(x), device=x.device)
-    float8_call(x, codes, scale).run()
+    float8_call(x.contiguous(), codes, scale).run()
     return codes.view(torch.float8_e4m3fn), scale
 
 
@@ -67,20 +87,15 @@ def float8_matmul(
     codes: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float16
 ) -> Tensor:
     out = torch.empty((len(codes), len(w)), dtype=dtype, device=codes.device)
-    float8_product_call(codes, scale, w, w_scale, bias, out, device_of(codes)).run()
+    float8_product_call(codes.contiguous(), scale, w.contiguous(), w_scale, bias, out, device_of(codes)).run()
     return out
 
 
 def float8_product_call(codes: Tensor, scale: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, out: Tensor, device: Device) -> Call:
-    native = multiplies_float8(device.architecture)
+    native = tiles.multiplies_float8(device.architecture)
     constants = {"NATIVE": native, "W_IS_E5M2": w.dtype == torch.float8_e5m2}
     operands = (codes, w) if native else (codes.view(torch.uint8), w.view(torch.uint8))
     return _product(float8.product, "float8_product", operands[0], scale, operands[1], w_scale, bias, out, constants, device)
-
-
-def multiplies_float8(architecture: str) -> bool:
-    """Whether tensor cores take e4m3 (as OCP has it: gfx942's own is another e4m3, so AMD decodes)."""
-    return architecture.startswith("sm_") and int(architecture[3:]) >= 89
 
 
 def _product(
@@ -89,7 +104,8 @@ def _product(
 ) -> Call:  # fmt: skip
     tokens, (rows, cols) = len(x), w.shape
     tile = tiles.choose(name, device.architecture, 8, tokens)
-    scales = (x_scale.reshape(-1), w_scale.expand(rows, 1).reshape(-1).contiguous())
+    scales = (x_scale.reshape(-1).contiguous(), w_scale.expand(rows, 1).reshape(-1).contiguous())
+    bias = None if bias is None else bias.contiguous()
     arguments = {
         "x": x, "x_scale": scales[0], "w": w, "w_scale": scales[1], "bias": bias, "out": out, "tokens": tokens, "rows": rows, "cols": cols,
     }  # fmt: skip

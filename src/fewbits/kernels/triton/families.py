@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from fewbits import rounding
 from fewbits.formats import Format, Spec
-from fewbits.formats.block32 import NON_LINEAR
-from fewbits.formats.microscaling import E2M1, E8M0, UE4M3
+from fewbits.formats.microscaling import E8M0, UE4M3
+from fewbits.kernels.triton import levels
 from fewbits.kernels.triton.layout import TILE, Field, Layout, planes_of
 
 
-def layout(fmt: Format) -> Layout:
+def layout(fmt: Format) -> Layout | None:
+    """None: its scales are of no structure that is known here."""
     assert fmt.levels
-    kind, first = _levels(fmt.levels)
-    family, fields = _family(fmt)
-    return Layout(fmt.name, family, planes_of(fmt.levels), kind, first, fmt.run or 0, fields)
+    known, family = levels.kind(fmt.levels), _family(fmt)
+    if known is None or family is None:
+        return None
+    return Layout(fmt.name, family[0], planes_of(fmt.levels), *known, fmt.run or 0, family[1])
 
 
-def _levels(levels: tuple[float, ...]) -> tuple[str, float]:
-    if (first := rounding.first_of_consecutive(levels)) is not None:
-        return "integers", first
-    if levels == NON_LINEAR:
-        return "non-linear", -127.0
-    if levels == E2M1:
-        return "e2m1", 0.0
-    return ("e5m2" if levels[0x7C] == float("inf") else "e4m3"), 0.0
-
-
-def _family(fmt: Format) -> tuple[str, tuple[Field, ...]]:
+def _family(fmt: Format) -> tuple[str, tuple[Field, ...]] | None:
     run, parts = fmt.run or 0, fmt.parts((1, TILE))
     shared = fmt.tensor_wide and run == 0
     if getattr(fmt, "scale_values", None) in (E8M0, UE4M3):
@@ -34,15 +25,15 @@ def _family(fmt: Format) -> tuple[str, tuple[Field, ...]]:
         if "factor" in parts:
             return "microscaled with a factor", (scales, Field("factor", 0, "float32", shared=True))
         return ("powers of two" if getattr(fmt, "scale_values", None) == E8M0 else "microscaled"), (scales,)
-    if "zeros" in parts:
+    if set(parts) == {"codes", "scales", "zeros"}:
         return "integers with zeros", (Field("scales", run, "float16", shared), Field("zeros", run, "uint8", shared))
-    if "scales" in parts:
+    if set(parts) == {"codes", "scales"}:
         dtype = "float32" if parts["scales"].dtype == "float32" else "float16"
         return ("float8" if dtype == "float32" else "integers"), (Field("scales", run, dtype, shared),)
     return _blocks(fmt, run, parts)
 
 
-def _blocks(fmt: Format, run: int, parts: dict[str, Spec]) -> tuple[str, tuple[Field, ...]]:
+def _blocks(fmt: Format, run: int, parts: dict[str, Spec]) -> tuple[str, tuple[Field, ...]] | None:
     """GGUF's blocks: what they hold beside codes is asked of the format itself, with a block of zeros."""
     import torch
 
@@ -54,4 +45,6 @@ def _blocks(fmt: Format, run: int, parts: dict[str, Spec]) -> tuple[str, tuple[F
         return "blocks with minima", (Field("d", run, "float16"), Field("m", run, "float16"))
     if set(grid) == {"d", "sub"}:
         return "super-blocks", (Field("d", TILE, "float16"), Field("sub", run, dtypes["sub"]))
-    return "super-blocks with minima", (Field("d", TILE, "float16", beside="dmin"), Field("sub", run, dtypes["sub"], beside="sub_min"))
+    if set(grid) == {"d", "dmin", "sub", "sub_min"}:
+        return "super-blocks with minima", (Field("d", TILE, "float16", beside="dmin"), Field("sub", run, dtypes["sub"], beside="sub_min"))
+    return None

@@ -3,6 +3,7 @@
 layout   x e4m3 (tokens, cols), w e4m3 or e5m2 (rows, cols), as torch has them. No repacking: rows are contiguous along columns
 bytes    1 per weight
 bound    memory up to 100 tokens or so, then compute: from sm_89 on the tensor cores take float8 at twice the rate of float16
+tiles    64 or 128 rows by 16 to 128 tokens by 64 columns, per architecture and batch in tiles.csv
 sums     float32. Hopper's float8 instruction keeps fewer bits while it adds, so that sums are moved to float32 after every step of WIDTH
          columns
 else     sm_80 and sm_86 have no e4m3, and gfx942's is another one. There codes become float32 by moving their bits to where it has them,

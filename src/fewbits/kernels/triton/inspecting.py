@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_TENSOR = re.compile(r"\b(mma\.sync\.aligned\.\w+|wgmma\.mma_async[\w.]*|tcgen05\.mma[\w.:]*|v_s?wmma_\w+|v_mfma_\w+)")
+_TENSOR = re.compile(r"\b(mma\.sync\.aligned[\w.]+|wgmma\.mma_async[\w.]*|tcgen05\.mma[\w.:]*|v_s?wmma_\w+|v_mfma_\w+)")
 _SIZES = {"half": 2, "bfloat": 2, "float": 4, "double": 8, "ptr": 8}
 
 

@@ -14,12 +14,15 @@ The narrowest plane says how a tile is cut into sub-tiles of columns: 1, 2, 4 or
 into pieces of as many bytes as a sub-tile has columns, so that sub-tile s of all planes is the same columns.
 
 Scales, zeros and minima lie entry by entry, all rows of an entry together: the rows of a block of the product are then one run of memory.
-Rows of planes and entries are filled up with zeros to whole tiles. A scale of the whole weight is written once per row.
+Rows of planes and entries are filled up to whole tiles, so that what is added stands for zero. A scale of the whole weight is written once
+per row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,13 +31,13 @@ from torch import Tensor
 from fewbits import formats
 from fewbits.errors import InputError
 from fewbits.formats import Format, Shape
+from fewbits.kernels.triton import levels
 
 if TYPE_CHECKING:
     from fewbits.formats import Grid, Parts
 
 TILE = 256
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
-_RUNS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -91,43 +94,70 @@ class Planar:
     grid: tuple[Tensor, ...]  # (entries, rows)
 
     def to(self, device: torch.device | str) -> Planar:
-        return Planar(self.layout, self.shape, tuple(p.to(device) for p in self.planes), tuple(g.to(device) for g in self.grid))
+        return of_arrays(self.layout, self.shape, [array.to(device) for array in self.arrays])
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        return (*self.planes, *self.grid)
+
+    def rows(self, ids: Tensor) -> Planar:
+        """These rows as a weight of their own, in the order of the ids (n,)."""
+        return Planar(self.layout, (len(ids), self.shape[1]), tuple(p[ids] for p in self.planes), tuple(g[:, ids] for g in self.grid))
 
 
 def unsupported(fmt: Format) -> str | None:
     """Why there is no layout for this format; None if there is."""
-    if fmt.levels is None:
-        return f"{fmt.name} is a cast: torch multiplies it as it is"
-    if fmt.run not in (None, *_RUNS):
-        return f"{fmt.name} has a scale for every {fmt.run} columns; kernels know {', '.join(map(str, _RUNS))} and whole rows"
-    return None
+    if reason := levels.unsupported(fmt):
+        return reason
+    return None if _recognised(fmt) else f"{fmt.name} keeps its scales in a way that no family of kernels reads"
 
 
 def of(fmt: Format) -> Layout:
     """The layout of a format, recognised by its structure."""
+    found = None if (reason := unsupported(fmt)) else _recognised(fmt)
+    if found is None:
+        raise InputError(f"no GPU layout: {reason}", "decode the weight, or choose another format")
+    return found
+
+
+@cache
+def _recognised(fmt: Format) -> Layout | None:
     from fewbits.kernels.triton import families
 
-    if reason := unsupported(fmt):
-        raise InputError(f"no GPU layout: {reason}", "decode the weight, or choose another format")
     return families.layout(fmt)
 
 
-def planes_of(levels: tuple[float, ...]) -> tuple[int, ...]:
-    bits = (len(levels) - 1).bit_length()
+def of_arrays(layout: Layout, shape: Shape, arrays: Sequence[Tensor]) -> Planar:
+    """A weight from its arrays: planes, then grid."""
+    count = len(layout.planes)
+    return Planar(layout, shape, tuple(arrays[:count]), tuple(arrays[count:]))
+
+
+def planes_of(known: tuple[float, ...]) -> tuple[int, ...]:
+    bits = (len(known) - 1).bit_length()
     return _PLANES.get(bits, (8,))
 
 
 def repack(fmt: Format, parts: Parts) -> Planar:
+    """On the processor, wherever the parts lie: formats unpack with tables that are there."""
     layout = of(fmt)
-    codes, grid = fmt.unpack(parts)
+    codes, grid = fmt.unpack({name: part.cpu() for name, part in parts.items()})
     rows, cols = codes.shape
-    padded = torch.nn.functional.pad(codes, (0, -cols % TILE))
+    padded = torch.cat([codes, _code_of_zero(layout, grid).expand(rows, -cols % TILE)], 1)
     planes, shift = [], 0
     for bits in layout.planes:
         planes.append(_to_plane((padded >> shift) & ((1 << bits) - 1), bits, layout.subtile))
         shift += bits
     entries = tuple(_to_entries(grid, field, (rows, cols)) for field in layout.fields)
     return Planar(layout, (rows, cols), tuple(planes), entries)
+
+
+def _code_of_zero(layout: Layout, grid: Grid) -> Tensor:  # (rows or 1, 1)
+    """What columns behind the last are filled up with. Where the whole row has one scale they have it too, and must stand for zero: as
+    float16, -128 times a scale of 512 is an infinity, which not even an x of zero takes away."""
+    if layout.run or layout.levels != "integers":  # the scale is filled up with zero, or code 0 is zero
+        return torch.zeros((1, 1), dtype=torch.uint8)
+    return grid["zeros"].to(torch.uint8) if "zeros" in grid else torch.full((1, 1), round(-layout.first), dtype=torch.uint8)
 
 
 def restore(weight: Planar) -> Parts:

@@ -26,6 +26,8 @@ _ADDED = 256  # outputs of a program that adds up splits
 
 def matmul(x: Tensor, weight: Planar, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     _check(x, weight, bias, residual)
+    if not len(x):
+        return x.new_empty((0, weight.shape[0]))
     if len(x) >= LIBRARY_FROM:
         out = torch.nn.functional.linear(x, decode(weight, x.dtype), None if bias is None else bias.to(x.dtype))
         return out if residual is None else out + residual
@@ -106,7 +108,7 @@ def _check(x: Tensor, weight: Planar, bias: Tensor | None, residual: Tensor | No
         raise ValueError(f"x is {tuple(x.shape)}, the weight takes contiguous rows of {cols} columns")
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"x is {x.dtype}; the kernels take float16 and bfloat16")
-    if bias is not None and bias.shape != (rows,):
-        raise ValueError(f"the bias is {tuple(bias.shape)}, not ({rows},)")
+    if bias is not None and (bias.shape != (rows,) or not bias.is_contiguous()):
+        raise ValueError(f"the bias is {tuple(bias.shape)}, not contiguous and ({rows},)")
     if residual is not None and (residual.shape != (len(x), rows) or not residual.is_contiguous()):
         raise ValueError(f"the residual is {tuple(residual.shape)}, not contiguous and ({len(x)}, {rows})")

@@ -7,6 +7,7 @@ compiled_table(rows), roofline_table(...)  as lines of Markdown: the same on the
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,7 +90,9 @@ def roofline_table(formats: Sequence[str], shape: Shape, tokens: Sequence[int]) 
 
 
 def _short(names: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(name.replace(".sync.aligned", "").replace(".cta_group::1", "") for name in names))
+    """Without the words that all have."""
+    said_by_all = r"\.(?:sync\.aligned|cta_group::1|row\.col|satfinite)"
+    return ", ".join(dict.fromkeys(re.sub(said_by_all, "", name) for name in names))
 
 
 def _span(values: Sequence[int]) -> str:

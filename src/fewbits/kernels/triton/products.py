@@ -13,6 +13,8 @@ split        SPLIT programs share the columns of a block; their float32 sums are
              gives the same bits. Atomic additions would save that launch and give other bits each time
 
 For tensor cores weights are decoded to float32, the reference's bits, and rounded once to x's type; for one token they are not rounded.
+So a weight beyond 65504 is an infinity there in float16, as it is where it is decoded to that type. NaN and infinity in x make all results
+of their token NaN or infinite, and those of no other; in a scale, all results of their row, and no other row's.
 """
 
 from __future__ import annotations

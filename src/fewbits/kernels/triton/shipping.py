@@ -7,17 +7,23 @@
 An entry that does not fit (another Triton, other sources, another architecture, a damaged file) is left out with a reason, and the kernel
 is then compiled when it is first launched. The key is Triton's: it holds the source, the types and alignment of the arguments, the
 options and the target.
+
+FEWBITS_TRITON_KERNELS=FOLDER takes such a folder into Triton's cache when the first weight is put on a GPU, and says what it left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,7 @@ from fewbits.kernels.triton.compiling import Row, compile_all
 
 SCHEMA = 1
 _INDEX = "index.json"
+_FOLDER = "FEWBITS_TRITON_KERNELS"
 _NAME = re.compile(r"[\w.-]+")  # of a folder or a file: no path leads out of the cache
 
 
@@ -82,11 +89,25 @@ def seed(folder: Path, architecture: str, cache: Path) -> Seeded:
     for entry in index["kernels"]:
         reason = _foreign(index) or _unfit(entry, architecture, folder)
         if reason:
-            skipped.append(Skipped(str(entry.get("case")), str(entry.get("architecture")), reason))
+            told = entry if isinstance(entry, dict) else {}
+            skipped.append(Skipped(str(told.get("case")), str(told.get("architecture")), reason))
             continue
         _place(folder / entry["key"], entry, cache / entry["key"])
         taken += 1
     return Seeded(taken, tuple(skipped))
+
+
+@cache
+def seed_from_environment(architecture: str) -> Seeded | None:
+    """Once per process and architecture; None: no folder is named."""
+    if not (named := os.environ.get(_FOLDER)):
+        return None
+    from triton import knobs
+
+    found = seed(Path(named), architecture, Path(knobs.cache.dir))
+    for reason, count in Counter(entry.reason for entry in found.skipped).items():
+        logging.getLogger(__name__).warning("%d of the kernels in `%s` are compiled anew: %s", count, named, reason)
+    return found
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -116,8 +137,10 @@ def _foreign(index: dict[str, Any]) -> str | None:
 def _unfit(entry: Any, architecture: str, folder: Path) -> str | None:
     if not isinstance(entry, dict) or not isinstance(entry.get("files"), dict) or not _NAME.fullmatch(str(entry.get("key"))):
         return "its entry is damaged"
-    if entry["architecture"] != architecture:
-        return f"compiled for {entry['architecture']}, this is {architecture}"
+    if not any(str(name).endswith(".json") for name in entry["files"]):
+        return "its entry is damaged: it names no description of the kernel"
+    if entry.get("architecture") != architecture:
+        return f"compiled for {entry.get('architecture')}, this is {architecture}"
     for name, wanted in entry["files"].items():
         path = folder / entry["key"] / name
         if not _NAME.fullmatch(name) or not path.is_file() or _hash(path) != wanted:

@@ -4,6 +4,7 @@ layout   x in any shape and float type, contiguous. A program has 65,536 values;
 bytes    2 per value from memory, once: the second look at a program's 128 KB finds them in the second-level cache. 16 KB of counts for
          each 128 KB
 bound    memory
+tiles    2,048 values at a time on 8 warps (512 on 16 where registers would spill): tiles.csv
 range    a program's bins span the least power of two above its own values, so no range is needed beforehand. Bins of powers of two merge
          exactly: the result depends on the values alone. Squares are of values divided by that power, which neither overflow nor vanish
 careful  what lies outside x takes part in no minimum and no maximum: a zero there would be one. NaN and infinity are counted, not binned

@@ -64,3 +64,8 @@ def nearest(architecture: str) -> str:
 
 def lanes(architecture: str) -> int:
     return 64 if architecture.startswith("gfx9") else 32
+
+
+def multiplies_float8(architecture: str) -> bool:
+    """Whether tensor cores take e4m3 (as OCP has it: gfx942's own is another e4m3, so AMD decodes)."""
+    return architecture.startswith("sm_") and int(architecture[3:]) >= 89

@@ -4,6 +4,7 @@ layout   x int8 (tokens, cols), w int8 (rows, cols), both as torch has them: row
          repacking
 bytes    1 per weight. The norm reads x once (2 bytes) and writes 1 byte per value and 4 per token; unfused it would write and read 4 more
 bound    the product: memory up to 100 tokens or so, then the tensor cores' int8 rate, twice that of float16. The norm: memory
+tiles    the product: 64 or 128 rows by 16 to 128 tokens by 64 columns, per architecture and batch in tiles.csv. The norm: the whole row
 sums     32 bits, exact: 65536 columns of 127 * 127 stay below 2^31; then one scale per token times one per row, and the bias, in float32
 norm     y = x / sqrt(mean(x^2) + eps) * weight; a token's scale is its largest |y| over 127. One program per token holds the whole row in
          registers: no second pass. A token with a NaN or an infinity has scale NaN and codes 0; one of zeros has scale 0 and codes 0
