@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import DOWN, ELEMENTS, FEW, GGUF, WEIGHTS, bits, kl_by_hand, share_of, table_of
 
-from fewbits import formats, planning
+from fewbits import formats, planning, targets
 from fewbits.errors import InputError
 from fewbits.planning import thresholds
 from fewbits.planning.allocation import allocator
@@ -168,6 +168,14 @@ class TestTogether:
         assert all(len(each) == 1 for each in found) and len(set.union(*found)) > 1  # each layer by itself
         one = allocator(table_of(2), GGUF, Wishes(together=(r"self_attn\.[qkv]_proj",))).within_bytes(2_000_000, "")
         assert len({entry.format for entry in one.entries if re.search("[qkv]_proj", entry.weight)}) == 1
+
+    def test_what_a_target_says_is_fused_is_planned_alike(self) -> None:
+        target = type("Fusing", (type(GGUF),), {"together": targets.get("safetensors").together})()
+        plan, free = (allocator(table_of(2), each).within_bytes(2_000_000, "") for each in (target, GGUF))
+        fused = [[f"model.layers.{i}.self_attn.{x}_proj" for x in "qkv"] for i in range(4)]
+        fused += [[f"model.layers.{i}.mlp.{x}_proj" for x in ("gate", "up")] for i in range(4)]
+        assert all(len({plan[name].format for name in names}) == 1 for names in fused)
+        assert not all(len({free[name].format for name in names}) == 1 for names in fused)
 
     def test_a_wrong_pattern_is_refused(self) -> None:
         with pytest.raises(InputError, match="not a regular expression"):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import pydoc_data.topics
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -19,9 +17,10 @@ import transformers
 from gguf_models import GGUF, LLAMA_CPP, TEXT, needs_llama_cpp, rms, rounding_like_llama_cpp, write
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
-from fewbits import formats, model, planning
+from fewbits import formats, model, pipeline, planning
 from fewbits.artifact import Artifact
-from fewbits.runtimes import llamacpp
+from fewbits.embeddings import EmbeddingVerdict
+from fewbits.errors import InputError
 from fewbits.targets.gguf import types
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -41,10 +40,10 @@ def word_pieces(**casing: bool) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
 
 
-def save_bert(folder: Path, **settings: Any) -> Path:
+def save_bert(folder: Path, positions: int = 128, **settings: Any) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 400}
     torch.manual_seed(0)
-    made = transformers.BertModel(transformers.BertConfig(**sizes, max_position_embeddings=128, initializer_range=0.2, **settings))
+    made = transformers.BertModel(transformers.BertConfig(**sizes, max_position_embeddings=positions, initializer_range=0.2, **settings))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if parameter.ndim == 1:
@@ -59,27 +58,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> model.Model:
     return model.open(save_bert(tmp_path_factory.mktemp("bert") / "tiny"))
 
 
-def embeddings(path: Path, tokens: Sequence[int], width: int, pooled: bool) -> torch.Tensor:
+def embeddings(path: Path, tokens: list[int], pooling: str | None = None) -> torch.Tensor:
     """Of every token, or of the text, by llama.cpp."""
-    session = LLAMA_CPP.open(path, 128)
-    library, context = session._library, session._context
-    floats = ctypes.POINTER(ctypes.c_float)
-    library.llama_set_embeddings.argtypes, library.llama_set_embeddings.restype = [ctypes.c_void_p, ctypes.c_bool], None
-    library.llama_encode.argtypes, library.llama_encode.restype = [ctypes.c_void_p, llamacpp._Batch], ctypes.c_int32
-    library.llama_get_embeddings.argtypes, library.llama_get_embeddings.restype = [ctypes.c_void_p], floats
-    library.llama_get_embeddings_seq.argtypes, library.llama_get_embeddings_seq.restype = [ctypes.c_void_p, ctypes.c_int32], floats
-    library.llama_set_embeddings(context, True)
-    batch = library.llama_batch_init(len(tokens), 0, 1)
-    batch.n_tokens = len(tokens)
-    for i, token in enumerate(tokens):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, 1
-    assert library.llama_encode(context, batch) == 0
-    found = library.llama_get_embeddings_seq(context, 0) if pooled else library.llama_get_embeddings(context)
-    assert bool(found), "llama.cpp has no embedding of the text: the file does not say how tokens are pooled"
-    array = np.ctypeslib.as_array(found, (1 if pooled else len(tokens), width)).copy()
-    library.llama_batch_free(batch)
-    session.close()
-    return torch.from_numpy(array)
+    with closing(LLAMA_CPP.open(path, 128)) as session:
+        assert session.pooling == pooling
+        return session.embeddings(tokens)
 
 
 def attention_like_llama_cpp(_: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _mask: Any, scaling: float, **__: Any) -> Any:
@@ -116,7 +99,7 @@ def test_llama_cpps_embeddings_are_those_of_the_decoded_weights(fmt: str, source
     made, file = write(source, fmt, [], tmp_path)
     tokens = made.tokenizer.encode(TEXT)
     expected, imitated = hidden(made, tokens), hidden(made, tokens, like_llama_cpp=True)
-    found = embeddings(file, tokens, 64, pooled=False)
+    found = embeddings(file, tokens)
     ratio = rms(found - expected) / rms(imitated - expected)
     assert ratio < 1.5, f"llama.cpp is {ratio:.2f} times as far from the decoded weights as its roundings explain"
     # one minus a cosine is half the square of the angle
@@ -134,7 +117,7 @@ def test_a_text_is_pooled_as_sentence_transformers_says(said: dict[str, object],
     tokens = made.tokenizer.encode(TEXT)
     expected = hidden(made, tokens)
     expected = expected[0] if "pooling_mode" in said else expected.mean(0)
-    found = embeddings(tmp_path / "pooled.gguf", tokens, 64, pooled=True)[0]
+    found = embeddings(tmp_path / "pooled.gguf", tokens, "cls" if "pooling_mode" in said else "mean")[0]
     assert torch.cosine_similarity(found, expected, 0) > 0.9999
 
 
@@ -161,6 +144,52 @@ def test_the_model_comes_back(source: model.Model, tmp_path: Path) -> None:
 
 
 @needs_llama_cpp
+def test_llama_cpps_encoder_has_no_logits(source: model.Model, tmp_path: Path) -> None:
+    """It would hand out a null pointer for them."""
+    _, file = write(source, "fp32", [], tmp_path)
+    with closing(LLAMA_CPP.open(file, 128)) as session, pytest.raises(InputError, match="no logits"):
+        session.logits([2, 7, 3])
+
+
+@needs_llama_cpp
+def test_a_text_is_read_at_once_however_long(tmp_path: Path) -> None:
+    """A decoder takes 512 tokens in one call and then the next; in an encoder every token attends to all."""
+    made, file = write(model.open(save_bert(tmp_path / "long", positions=700)), "fp32", [], tmp_path)
+    tokens = [2, *range(5, 365), *range(5, 300), 3]
+    with closing(LLAMA_CPP.open(file, 700)) as session:
+        cosines = torch.cosine_similarity(session.embeddings(tokens), hidden(made, tokens))
+    assert len(cosines) == len(tokens) > 512 and cosines.min() > 0.9999
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("pooled", [False, True])
+def test_quantizing_an_encoder_ends_with_a_verdict_on_its_embeddings(pooled: bool, tmp_path: Path) -> None:
+    folder = save_bert(tmp_path / "bert")
+    if pooled:
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    found, rough = (
+        pipeline.quantize(folder, tmp_path / f"{fmt}.gguf", format=fmt, method="rtn", tokens=1024, min_cosine=0.999).verdict
+        for fmt in ("q8_0", "q4_0")
+    )
+    assert isinstance(found, EmbeddingVerdict) and isinstance(rough, EmbeddingVerdict)
+    assert found.passed and found.runtime == "llama.cpp" and found.pooling == ("mean" if pooled else None)
+    assert not rough.passed and rough.cosine_mean < found.cosine_mean < (found.cosine_floor or 0) <= 1 + 1e-9
+    again = pipeline.verify(tmp_path / "q8_0.gguf", folder, tokens=1024, floor=False)
+    assert isinstance(again, EmbeddingVerdict) and again.cosine_mean == found.cosine_mean
+    made = pipeline.verify(tmp_path / "q8_0.gguf.work" / "artifact", folder, tokens=1024)
+    assert isinstance(made, EmbeddingVerdict) and made.runtime == "torch" and made.cosine_mean > 0.999
+
+
+def test_an_encoder_has_no_budget_and_no_kl(tmp_path: Path) -> None:
+    folder = save_bert(tmp_path / "bert")
+    for budget, word in (({"size": "6bpw"}, "an encoder gives none"), ({"format": "q8_0", "max_kl": 0.1}, "`--max-kl` does not go with")):
+        with pytest.raises(InputError, match=word):
+            pipeline.quantize(folder, tmp_path / "out.gguf", **budget)  # type: ignore[arg-type]
+    assert not (tmp_path / "out.gguf.work").exists()
+
+
+@needs_llama_cpp
 def test_a_file_of_llama_cpps_converter_has_no_pooler(source: model.Model, tmp_path: Path) -> None:
     """It leaves `pooler.dense` out, because no embedding is made with it: such a file opens, and its embeddings stay."""
     made, file = write(source, "fp32", [], tmp_path)
@@ -177,4 +206,4 @@ def test_a_file_of_llama_cpps_converter_has_no_pooler(source: model.Model, tmp_p
     writer.close()
     _, again = write(model.open(tmp_path / "bare.gguf"), "fp32", [], tmp_path / "again")
     tokens = made.tokenizer.encode(TEXT)
-    assert torch.equal(embeddings(again, tokens, 64, pooled=False), embeddings(file, tokens, 64, pooled=False))
+    assert torch.equal(embeddings(again, tokens), embeddings(file, tokens))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from fewbits import checkpoints, embedded, model
 from fewbits.artifact import Artifact, quantize
@@ -56,6 +56,18 @@ def test_conv1d_is_seen_as_outputs_by_inputs(tmp_path: Path) -> None:
     assert attention.transposed and attention.shape == (192, 64)
     assert torch.equal(ours.load(attention), theirs.transformer.h[0].attn.c_attn.weight.T)
     assert torch.equal(logits(ours.module()), logits(theirs))
+
+
+def test_a_bias_with_two_names_is_looked_for_once(tmp_path: Path) -> None:
+    """BERT's masked-word head calls one vector `predictions.bias` and `predictions.decoder.bias`; a checkpoint holds the first."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    BertForMaskedLM(BertConfig(**sizes, max_position_embeddings=16)).save_pretrained(tmp_path)
+    opened = model.open(tmp_path)
+    assert "cls.predictions.bias" in opened.rest and "cls.predictions.decoder.bias" not in opened.rest
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        assert torch.equal(opened.module()(ids).logits, BertForMaskedLM.from_pretrained(tmp_path)(ids).logits)
 
 
 def test_a_checkpoint_without_the_base_prefix_opens(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM
 from fewbits import artifact, crosscheck, embedded, formats, model, pipeline, planning, progress, runtimes, targets
 from fewbits.artifact import Artifact
 from fewbits.drafting import Draft
-from fewbits.errors import InputError, MissingError
+from fewbits.errors import InputError
 from fewbits.model import Weight
 from fewbits.runtimes.torch import of_module
 from fewbits.targets.onnx import reading as written
-from fewbits.targets.onnx_genai import TARGET, OnnxGenai, families, reading, versions
+from fewbits.targets.onnx_genai import TARGET, OnnxGenai, families, reading
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 onnx = pytest.importorskip("onnx")
@@ -333,34 +333,6 @@ def test_what_the_runtime_cannot_do_is_refused_with_a_reason(embedded_model: mod
         planning.uniform(embedded_model.weights, TARGET, formats.get("int4_g32"), kv="int8")
     assert planning.uniform(embedded_model.weights, TARGET, formats.get("int4_g32"), kv="float").kv == "float"
     assert "minimum" in (TARGET.accepts(embedded_model.weights[1], formats.get("q4_k")) or "")
-
-
-@pytest.mark.parametrize(
-    ("installed", "fmt", "kind", "first"),
-    [
-        ("1.26.0", "int2_g32_asym", "embedding", "1.27"),
-        ("1.23.2", "int2_g32_asym", "mlp", "1.24"),
-        ("1.22.1", "int4_g32", "embedding", "1.23"),
-        ("1.9.0", "int8_g32", "mlp", "1.22"),
-        ("1.24.0", "int2_g32_asym", "mlp", None),
-        ("1.27.0rc1", "int2_g32_asym", "embedding", None),
-        (None, "int2_g32_asym", "embedding", None),
-    ],
-)
-def test_what_an_older_onnxruntime_lacks_is_refused_with_the_version_that_has_it(
-    monkeypatch: pytest.MonkeyPatch, installed: str | None, fmt: str, kind: str, first: str | None
-) -> None:
-    monkeypatch.setattr(versions, "installed", lambda _: installed)
-    why_not = TARGET.accepts(Weight("a", (64, 256), kind, "fp16"), formats.get(fmt))
-    assert why_not is None if first is None else f"from {first} on" in (why_not or "")
-
-
-def test_an_older_genai_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found, word in ((None, "not installed"), ("0.9.2", "0.11 is needed")):
-        monkeypatch.setattr(versions, "installed", lambda _, found=found: found)
-        with pytest.raises(MissingError, match=word) as caught:
-            runtimes.needed(runtimes.get("onnxruntime-genai"))
-        assert caught.value.hint == "pip install 'fewbits[genai]'"
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

@@ -97,6 +97,14 @@ def test_a_folder_that_does_not_fit_its_config_is_refused_with_a_hint(folder: Pa
     assert caught.value.hint
 
 
+def test_an_artifact_that_lost_its_fewbits_json_is_named_as_one(source: model.Model, tmp_path: Path) -> None:
+    made = artifact.quantize(source, planning.kept(source.weights, TARGET), tmp_path / "made", progress.silent)
+    (made.path / "fewbits.json").unlink()
+    assert JUDGE.takes(made.path)
+    with pytest.raises(InputError, match=r"has weights of fewbits, but no fewbits\.json"):
+        JUDGE.open(made.path, 16)
+
+
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no folder"):
         JUDGE.open(tmp_path / "nothing", 16)

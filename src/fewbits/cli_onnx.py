@@ -39,9 +39,9 @@ def verify(path: Path, against: str, refused: Mapping[str, object], as_json: boo
     raise typer.Exit(0 if verdict.passed else 1)
 
 
-def refuse_thresholds(min_cosine: float | None, max_error: float | None) -> None:
-    """Of language models, which are judged by their logits."""
-    _refuse({"--min-cosine": min_cosine, "--max-error": max_error}, "use `--max-kl`, `--min-agreement` or `--max-ppl-ratio`")
+def refuse_max_error(max_error: float | None) -> None:
+    """Of models that are no .onnx files: those are judged by their logits or embeddings."""
+    _refuse({"--max-error": max_error}, "use `--max-kl`, `--min-agreement` or `--max-ppl-ratio`; of an encoder `--min-cosine`")
 
 
 def _refuse(options: Mapping[str, object], hint: str) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import checkpoints
-from fewbits.checkpoints import Checkpoint
+from fewbits.checkpoints import Checkpoint, limits
 from fewbits.checkpoints.converted import converted
+from fewbits.checkpoints.folder import first_line, inside, read_json
 from fewbits.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from fewbits.rewrites.rescaling import Rewrite
 
+_ABSURD = 1e30  # no weight is so large, and the square of one would be infinite in float32
 _KINDS = (
     (r"(q|k|v|o|qkv|out)_proj|c_attn|attn\.c_proj|attention|attn", "attention"),
     (r"gate_proj|up_proj|down_proj|gate_up_proj|mlp|c_fc|fc\d|intermediate|dense", "mlp"),
@@ -61,7 +63,7 @@ class Weight:
 class Model:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._skeleton = self._build_skeleton()
+        self._skeleton = _skeleton(self.config, self.path)
         self.checkpoint = converted(checkpoint, self._skeleton)
         self._stored_names = set(self.checkpoint.names())
         self.weights, self.rest = self._walk()
@@ -113,16 +115,6 @@ class Model:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
         return digest.hexdigest()
 
-    def _build_skeleton(self) -> nn.Module:
-        import torch
-
-        from fewbits import stacks
-
-        config = stacks.looping(self.config)
-        with torch.device("meta"):
-            skeleton: nn.Module = _model_class(config)(config)
-        return skeleton
-
     def _walk(self) -> tuple[tuple[Weight, ...], tuple[str, ...]]:
         from torch import nn
         from transformers.pytorch_utils import Conv1D
@@ -156,7 +148,8 @@ class Model:
             seen[id(parameter)] = len(weights)
             weights.append(Weight(name, (rows, cols), kind, self.checkpoint.dtype(stored), transposed))
         rest = [name for name, _ in self._skeleton.named_parameters() if name not in inside]
-        rest += [name for name in self._skeleton.state_dict() if name not in inside and name not in rest]
+        every = {name for name, _ in self._skeleton.named_parameters(remove_duplicate=False)}  # a tied bias has two, and is stored once
+        rest += [name for name in self._skeleton.state_dict() if name not in inside | every]
         for name in rest:
             self._stored(name)
         return tuple(weights), tuple(rest)
@@ -214,6 +207,40 @@ def filled_module(config: Any, matrices: Iterable[tuple[Weight, Tensor]], rest: 
     return module.eval()
 
 
+def check_fit(config: Any, weights: Iterable[Weight], rest: Iterable[str], path: Path) -> None:
+    """That a module of this config has these weights and no others, before memory is taken for what the config says."""
+    skeleton = _skeleton(config, path)
+    parameters = dict(skeleton.named_parameters())
+    known, hint = set(rest), "the two do not belong together"
+    for weight in weights:
+        known.add(weight.parameter)
+        try:
+            shape: tuple[int, ...] | None = tuple(weight.view(parameters[weight.parameter]).shape)
+        except (LookupError, TypeError, RuntimeError):  # no such parameter, no such expert in it, or not enough dimensions
+            shape = None
+        if shape != weight.shape:
+            raise InputError(f"`{weight.name}` is {weight.shape} in `{path}` and {shape or 'not there'} by its config.json", hint)
+    if unknown := next((name for name in parameters if name not in known), None):
+        raise InputError(f"`{path}` does not hold `{unknown}`, which its config.json asks for", hint)
+
+
+def _skeleton(config: Any, path: Path) -> nn.Module:
+    """The module without its values."""
+    import torch
+
+    from fewbits import stacks
+
+    config = stacks.looping(config)
+    kind = _model_class(config)
+    try:
+        with torch.device("meta"):
+            skeleton: nn.Module = kind(config)
+    except Exception as failure:  # sizes that do not go together: each architecture trips over them in its own way
+        reason = f"{type(failure).__name__}: {first_line(failure)}"
+        raise InputError(f"`{path}` describes no {kind.__name__} that can be built: {reason}", "its config is damaged") from failure
+    return skeleton
+
+
 def load_tokenizer(folder: Path) -> Any:
     if folder.suffix.lower() == ".gguf":
         from fewbits.checkpoints.gguf_file import GgufFile
@@ -221,19 +248,27 @@ def load_tokenizer(folder: Path) -> Any:
         return GgufFile(folder).tokenizer
     from transformers import AutoTokenizer
 
+    if (vocabulary := folder / "tokenizer.json").is_file():
+        limits.check_vocabulary(read_json(inside(folder, vocabulary), "copy it from where the model came from", 10_000_000), vocabulary)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as failure:
-        hint = "copy tokenizer.json and tokenizer_config.json from where the model came from"
+    except BaseException as failure:
+        if isinstance(failure, KeyboardInterrupt | SystemExit):
+            raise
+        hint = "copy tokenizer.json and tokenizer_config.json from where the model came from"  # a panic in Rust is no Exception
         raise InputError(f"`{folder}` has no tokenizer that can be read", hint) from failure
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:
-    if not tensor.isfinite().all():
-        place = tuple((~tensor.isfinite()).nonzero()[0].tolist())
-        where = f"row {place[0]}, column {place[1]}" if len(place) == 2 else f"position {place[0]}" if len(place) == 1 else f"{place}"
-        raise InputError(f"`{name}` holds {tensor[place].item()} at {where}", "the checkpoint is damaged")
-    return tensor
+    """The same, or an error that names the place of a value that is none, or so large that no product of it is one."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return tensor
+    low, high = tensor.aminmax()  # a NaN comes through; one pass, where asking every element takes three
+    if float(low) >= -_ABSURD and float(high) <= _ABSURD:
+        return tensor
+    place = tuple((~(tensor.abs() <= _ABSURD)).nonzero()[0].tolist())
+    where = f"row {place[0]}, column {place[1]}" if len(place) == 2 else f"position {place[0]}" if len(place) == 1 else f"{place}"
+    raise InputError(f"`{name}` holds {tensor[place].item():g} at {where}", "the checkpoint is damaged")
 
 
 def _model_class(config: Any) -> Any:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from fewbits.judged import Judged
     from fewbits.progress import Progress
     from fewbits.runtimes import Session
     from fewbits.texts import Window
@@ -51,22 +52,30 @@ class Measured:
             difference = float((base - test).abs().max())
             self.max_logit_diff = max(self.max_logit_diff, difference) if math.isfinite(difference) else math.inf
 
+    def extend(self, other: Measured) -> None:
+        for series in ("kl", "nll", "nll_base", "agrees"):
+            getattr(self, series).extend(getattr(other, series))
+        self.max_logit_diff = max(self.max_logit_diff, other.max_logit_diff)
+
 
 @dataclass(frozen=True)
 class Thresholds:
     max_kl: float | None = None
     min_agreement: float | None = None
     max_ppl_ratio: float | None = None
+    min_cosine: float | None = None  # of models that give embeddings, see embeddings.py
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and not (0 <= value < math.inf and (name != "min_agreement" or value <= 1)):
+            if value is not None and not (0 <= value < math.inf and (not name.startswith("min_") or value <= 1)):
                 option = f"--{name.replace('_', '-')}"
-                raise InputError(f"`{option} {value}` is no threshold", "agreement is a share up to 1, KL and ratio are at least 0")
+                raise InputError(f"`{option} {value}` is no threshold", "agreement and cosine go up to 1, KL and ratio are at least 0")
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """A file beside the float model on one text: what was measured, and whether that is within the thresholds."""
+
     tokens: int
     kl_mean: float
     kl_ci95: tuple[float, float]
@@ -95,9 +104,9 @@ class Verdict:
 
 
 def measure(
-    reference: Session, sessions: Mapping[str, Session], windows: Sequence[Window], progress: Progress[Window]
+    reference: Session, sessions: Mapping[str, Session], windows: Sequence[Window], progress: Progress[Window], known: Judged | None = None
 ) -> dict[str, Measured]:
-    """Every session on the same windows; the reference is computed once for all of them."""
+    """Every session on the same windows; the reference is computed once for all of them. `known`: windows that were run before."""
     import torch
 
     for session in sessions.values():
@@ -106,9 +115,16 @@ def measure(
             raise InputError(found, "is it the file of another model?")
     measured = {name: Measured() for name in sessions}
     for window in progress(windows, len(windows), "verifying"):
-        base, following = reference.logits(window)[:-1], torch.tensor(window[1:])
-        for name, session in sessions.items():
-            measured[name].add(base, session.logits(window)[:-1], following)
+        here = known.find(window) if known else None
+        if here is None:
+            here = {name: Measured() for name in sessions}
+            base, following = reference.logits(window)[:-1], torch.tensor(window[1:])
+            for name, session in sessions.items():
+                here[name].add(base, session.logits(window)[:-1], following)
+            if known:
+                known.keep(window, here)
+        for name, each in here.items():
+            measured[name].extend(each)
     return measured
 
 
@@ -127,6 +143,10 @@ def judge(
     failures = []
     if not (np.isfinite(kl).all() and np.isfinite(nll).all() and math.isfinite(measured.max_logit_diff)):
         failures.append("the logits are not all finite")
+    elif not np.isfinite(base).all() or not math.isfinite(0.0 if kl_floor is None else kl_floor):
+        failures.append("the float model's logits are not all finite")
+    elif not math.isfinite(ratio) or not np.isfinite(np.exp([nll.mean(), base.mean()])).all():
+        failures.append("the perplexity is beyond all numbers")
     if thresholds.max_kl is not None and not kl.mean() <= thresholds.max_kl:
         failures.append(f"KL {kl.mean():.5f} is above {thresholds.max_kl:g}")
     if thresholds.min_agreement is not None and not agreement >= thresholds.min_agreement:
@@ -144,7 +164,7 @@ def judge(
         ppl=float(np.exp(nll.mean())),
         ppl_base=float(np.exp(base.mean())),
         ppl_ratio=ratio,
-        ppl_ratio_ci95=(math.exp(low), math.exp(high)),
+        ppl_ratio_ci95=(float(np.exp(low)), float(np.exp(high))),
         top1_agreement=agreement,
         max_logit_diff=measured.max_logit_diff,
         bytes=nbytes,

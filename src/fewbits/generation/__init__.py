@@ -61,6 +61,8 @@ class Stats:
 
 @dataclass(frozen=True)
 class Generated:
+    """The text, its tokens, and what they took."""
+
     text: str
     tokens: tuple[int, ...]
     stopped: str  # "end" of text, or "length"
@@ -82,7 +84,10 @@ def run(
     on_text: Callable[[str], None] | None = None,
     progress: Progress[Any] = silent,
 ) -> Generated:
-    """`raw`: the prompt as it is, without the model's chat template. `kv`: the format of the KV cache; by default the plan's."""
+    """Continue a prompt with an artifact's packed weights.
+
+    `raw`: the prompt as it is, without the model's chat template. `kv`: the format of the KV cache; by default the plan's.
+    """
     import torch
 
     from fewbits.artifact import Artifact
@@ -95,6 +100,9 @@ def run(
     stops = _stops(artifact)
     started = time.perf_counter()
     logits = engine.prompt(tokens, every=False)[-1]
+    if not logits.isfinite().all():
+        artifact.check(progress)  # names the weight that is not finite, if one is
+        raise InputError("the logits are not finite", "the model overflows on this text, or the artifact is damaged")
     first = time.perf_counter()
     new, steps = list[int](), -1  # the first token comes from the prompt's own logits
     shown = _Shown(artifact.tokenizer, on_text)

@@ -229,7 +229,7 @@ def allocator(table: Sensitivity, target: Target, wished: Wishes = wishes.NONE) 
     rules = wished.rules_for(table.weights)
     groups: dict[str, list[Weight]] = {}
     for weight in table.weights:
-        groups.setdefault(_group(weight, wished.together), []).append(weight)
+        groups.setdefault(_group(weight, (*wished.together, *target.together)), []).append(weight)
     choices = [_choices(table, target, tuple(group), wanted, rules, wished.bandwidth) for group in groups.values()]
     members = tuple(tuple(group) for group in groups.values())
     return Allocator(table, target, members, tuple(choices), rules, wished.bandwidth, wished.min_speed)

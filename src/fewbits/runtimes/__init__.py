@@ -19,10 +19,15 @@ class Session(ABC):
     """A model loaded in a runtime."""
 
     vocabulary: int
+    pooling: str | None = None  # how it makes one embedding of a text: mean, cls, last; None: it gives one for every token
 
     @abstractmethod
     def logits(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), vocabulary) float32
         """Of one sequence, from an empty cache."""
+
+    def embeddings(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), width) float32, or (1, width) where they are pooled
+        """What a model without a head gives."""
+        raise InputError("this runtime gives no embeddings here", "verify an encoder as GGUF in llama.cpp, or its artifact in torch")
 
     def close(self) -> None:  # noqa: B027 - most runtimes have nothing to free
         pass

@@ -10,7 +10,8 @@ import ctypes
 import importlib.util
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -27,6 +28,7 @@ PACKAGE, VERSION = "xllamacpp", "2026.10.11549"
 _BATCH = 512  # tokens per call: the buffer for logits stays at 512 * vocabulary * 4 bytes
 _LEADING_CONTEXT_DEFAULTS = [512, 2048, 512, 1]  # n_ctx, n_batch, n_ubatch, n_seq_max
 _DEBUG, _ERROR = 1, 4  # ggml's log levels
+_POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 
 _log: deque[tuple[int, str]] = deque(maxlen=400)  # what llama.cpp said last; the interface has one log for the process
 
@@ -48,7 +50,7 @@ class _Batch(ctypes.Structure):
 
 
 _Log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-_HANDLE, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int32, ctypes.c_bool
+_HANDLE, _INT, _BOOL, _FLOATS = ctypes.c_void_p, ctypes.c_int32, ctypes.c_bool, ctypes.POINTER(ctypes.c_float)
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {  # name -> (result, arguments)
     "llama_backend_init": (None, []),
     "llama_log_set": (None, [_Log, _HANDLE]),
@@ -63,7 +65,14 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {  # name -> (result, arguments)
     "llama_batch_init": (_Batch, [_INT, _INT, _INT]),
     "llama_batch_free": (None, [_Batch]),
     "llama_decode": (_INT, [_HANDLE, _Batch]),
-    "llama_get_logits": (ctypes.POINTER(ctypes.c_float), [_HANDLE]),
+    "llama_get_logits": (_FLOATS, [_HANDLE]),
+    "llama_encode": (_INT, [_HANDLE, _Batch]),
+    "llama_set_embeddings": (None, [_HANDLE, _BOOL]),
+    "llama_pooling_type": (_INT, [_HANDLE]),
+    "llama_get_embeddings": (_FLOATS, [_HANDLE]),
+    "llama_get_embeddings_seq": (_FLOATS, [_HANDLE, _INT]),
+    "llama_model_n_embd": (_INT, [_HANDLE]),
+    "llama_model_meta_val_str": (_INT, [_HANDLE, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]),
     "llama_get_memory": (_HANDLE, [_HANDLE]),
     "llama_memory_clear": (None, [_HANDLE, _BOOL]),
     "llama_free": (None, [_HANDLE]),
@@ -112,7 +121,8 @@ class LlamaCppSession(Session):
         if not self._model:
             raise InputError(f"llama.cpp refuses `{path}`: {_last_complaint()}", "the file is damaged, or not made for this llama.cpp")
         params = library.llama_context_default_params()
-        batch = min(context, _BATCH)
+        self.encodes = self._says(f"{self._says('general.architecture')}.attention.causal") == "false"
+        batch = context if self.encodes else min(context, _BATCH)  # an encoder reads a text at once
         params.content[0], params.content[1], params.content[2] = context, batch, batch
         self._context = library.llama_init_from_model(self._model, params)
         if not self._context:
@@ -123,14 +133,33 @@ class LlamaCppSession(Session):
         self._vocab = library.llama_model_get_vocab(self._model)
         self.vocabulary = int(library.llama_vocab_n_tokens(self._vocab))
         self.context = context
+        if self.encodes:
+            library.llama_set_embeddings(self._context, True)
+            self.pooling = _POOLINGS.get(int(library.llama_pooling_type(self._context)), "unknown")
 
     def logits(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), vocabulary) float32
         import torch
 
+        if self.encodes:
+            raise InputError("an encoder gives embeddings and no logits", "is it the file of another model?")
         self._check(len(tokens), tokens)
         self.forget()
         starts = range(0, len(tokens), _BATCH)
         return torch.cat([self.decode(tokens[start : start + _BATCH], start, every=True) for start in starts])
+
+    def embeddings(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), width) float32, or (1, width) where they are pooled
+        import numpy as np
+        import torch
+
+        if not self.encodes:
+            raise InputError("a language model gives logits and no embeddings", "is it the file of another model?")
+        self._check(len(tokens), tokens)
+        library, shape = self._library, (1 if self.pooling else len(tokens), int(self._library.llama_model_n_embd(self._model)))
+        with self._batch(tokens, 0, every=True) as batch:
+            if library.llama_encode(self._context, batch):
+                raise MissingError(f"llama.cpp could not run {len(tokens)} tokens: {_last_complaint()}", "use a shorter text")
+            found = library.llama_get_embeddings_seq(self._context, 0) if self.pooling else library.llama_get_embeddings(self._context)
+            return torch.from_numpy(np.ctypeslib.as_array(found, shape).copy())
 
     def generate(self, tokens: list[int], count: int) -> list[int]:
         """Greedy, with llama.cpp's own cache: one token at a time after the prompt."""
@@ -176,18 +205,30 @@ class LlamaCppSession(Session):
         import numpy as np
         import torch
 
+        with self._batch(tokens, start, every) as batch:
+            if self._library.llama_decode(self._context, batch):
+                raise MissingError(f"llama.cpp could not run {len(tokens)} tokens: {_last_complaint()}", "use a shorter context")
+            shape = (len(tokens) if every else 1, self.vocabulary)
+            return torch.from_numpy(np.ctypeslib.as_array(self._library.llama_get_logits(self._context), shape).copy())
+
+    @contextmanager
+    def _batch(self, tokens: Sequence[int], start: int, every: bool) -> Iterator[_Batch]:
+        """One sequence; of every token, or of the last one alone, something is asked back."""
         batch = self._library.llama_batch_init(len(tokens), 0, 1)
         try:
             batch.n_tokens = len(tokens)
             for i, token in enumerate(tokens):
                 batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, start + i, 1, 0
                 batch.logits[i] = every or i == len(tokens) - 1
-            if self._library.llama_decode(self._context, batch):
-                raise MissingError(f"llama.cpp could not run {len(tokens)} tokens: {_last_complaint()}", "use a shorter context")
-            shape = (len(tokens) if every else 1, self.vocabulary)
-            return torch.from_numpy(np.ctypeslib.as_array(self._library.llama_get_logits(self._context), shape).copy())
+            yield batch
         finally:
             self._library.llama_batch_free(batch)
+
+    def _says(self, key: str) -> str:
+        """A file's own word; empty: none."""
+        room = ctypes.create_string_buffer(64)
+        self._library.llama_model_meta_val_str(self._model, key.encode(), room, len(room))
+        return room.value.decode(errors="replace")
 
 
 def _last_complaint() -> str:

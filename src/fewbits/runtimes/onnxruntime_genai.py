@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits.checkpoints.folder import read_json
 from fewbits.errors import InputError
 from fewbits.runtimes import Runtime, Session
-from fewbits.targets.onnx_genai import versions
+from fewbits.targets.onnx import versions
 
 if TYPE_CHECKING:
     from torch import Tensor

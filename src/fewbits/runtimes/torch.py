@@ -59,6 +59,10 @@ class _Module(Session):
             cache = QuantizedCache(self._kv)
             return torch.cat([self._run(piece, past_key_values=cache) for piece in self._kv.pieces(tokens)])
 
+    def embeddings(self, tokens: list[int]) -> Tensor:
+        """Of a module without a head: the hidden states are then the first thing that it gives."""
+        return self.logits(tokens)
+
     def _run(self, tokens: list[int], **cache: Any) -> Tensor:
         import torch
 

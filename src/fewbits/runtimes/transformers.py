@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits.checkpoints.folder import read_json
 from fewbits.errors import InputError, MissingError
+from fewbits.manifest import HINT, METHOD, NAME
 from fewbits.runtimes import Runtime, Session
 from fewbits.targets.compressed_tensors import schemes
 
@@ -77,8 +78,11 @@ class Transformers(Runtime):
 
         if not path.is_dir():
             raise InputError(f"there is no folder `{path}`", "give one that `fewbits export --to safetensors` wrote")
-        how: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
+        how: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "trust_remote_code": False}
+        how |= {"use_safetensors": True, "output_loading_info": True}  # never a pickle
         if said := read_json(path / "config.json", _HINT).get("quantization_config"):
+            if said.get("quant_method") == METHOD:
+                raise InputError(f"`{path}` has weights of fewbits, but no {NAME} that says what they are", HINT)
             from transformers import CompressedTensorsConfig
 
             for group in said.get("config_groups", {}).values():

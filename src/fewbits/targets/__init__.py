@@ -40,6 +40,7 @@ class Target(ABC):
     runtime: str  # the runtime that `verify` uses by default: a name in fewbits.runtimes
     candidates: tuple[str, ...]  # the formats that a plan chooses from unless told: those that are sometimes the best at their size
     marker: str | None = None  # where the output is a folder: the file in it that says so
+    together: tuple[str, ...] = ()  # patterns as `--together` takes them: what a runtime fuses, a budget gives one format
 
     @property
     def suffix(self) -> str:

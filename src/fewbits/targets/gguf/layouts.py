@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ _CASTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _NAMES = {"F32": "fp32", "F16": "fp16"}  # where ours is not ggml's in small letters
 _ONE_SCALE = ("q4_0", "q5_0", "q8_0")  # GGUF types of the form scale * level, which other layouts of the same levels turn into
 _ANY = (256, 256)  # a shape that every format fits
+_FIRST_GGUF = {"mxfp4": "0.18", "nvfp4": "0.19"}  # types that came after the oldest gguf package that fewbits runs with
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,14 @@ def layout(fmt: Format) -> Layout | None:
         same_size = fmt.block == block and fmt.nbytes(_ANY) == _ANY[0] * _ANY[1] // block * block_bytes
         return Layout(own.name, block, block_bytes, lambda parts: parts["blocks"]) if same_size else None
     return _same_values(fmt)
+
+
+def lacking(fmt: Format) -> str | None:
+    """Why the gguf package that is installed cannot write a type that GGUF has; None if it can, or if there is no such type."""
+    first = _FIRST_GGUF.get(fmt.name)
+    if first is None or fmt.name.upper() in _constants().GGMLQuantizationType.__members__:
+        return None
+    return f"the package gguf {version('gguf')} is installed, and {first} is the first that knows {fmt.name.upper()}"
 
 
 @cache

@@ -1,4 +1,5 @@
 """ONNX for ONNX Runtime: quantized weights stay packed and are executed packed, kept ones are stored in their own float type.
+One file; above protobuf's 2 GiB the weights lie beside it, in NAME.onnx.data.
 
     linear      quantized: com.microsoft.MatMulNBits          kept: Cast, Transpose, MatMul (folded when a session loads)
                 with static int8 activations: QuantizeLinear, DequantizeLinear, MatMul (qdq.py)
@@ -11,13 +12,15 @@ An embedding and the output tied to it read the same initializers.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import formats
 from fewbits.errors import InputError, MissingError
+from fewbits.files import Staged
 from fewbits.targets import Target
-from fewbits.targets.onnx import qdq, storage
+from fewbits.targets.onnx import qdq, storage, versions
 
 if TYPE_CHECKING:
     from fewbits.activations import Activation
@@ -44,8 +47,9 @@ class Onnx(Target):
     runtime = "onnxruntime"
     candidates = ("int2_g32_asym", "int4_g128", "int4_g64", "int4_g32", "int4_g32_asym", "int8_g32", "int8_channel", "fp16")
 
-    def __init__(self, accuracy_level: int = ACCURACY_LEVEL) -> None:
-        self.accuracy_level = accuracy_level
+    def __init__(self, accuracy_level: int = ACCURACY_LEVEL, largest: int = _LARGEST) -> None:
+        """`largest`: bytes of a file that holds its weights; those of a larger one lie beside it."""
+        self.accuracy_level, self.largest = accuracy_level, largest
 
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
         if weight.expert is not None:
@@ -55,7 +59,7 @@ class Onnx(Target):
         if weight.kind == "convolution":
             return "ONNX Runtime has no convolution that reads packed weights"
         found = storage.blocks(fmt, weight.shape[1])
-        return found if isinstance(found, str) else None
+        return found if isinstance(found, str) else versions.lacking(found.bits, weight.kind == "embedding")
 
     def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
         if activation:
@@ -81,6 +85,8 @@ class Onnx(Target):
         return found.size if isinstance(found, storage.Blocks) else None
 
     def supports(self, config: Any, tokenizer: Any) -> str | None:
+        if absent := [name for name in ("onnx", "onnxscript") if not find_spec(name)]:
+            raise MissingError(f"writing ONNX needs the package `{absent[0]}`", "pip install 'fewbits[onnx]'")
         if getattr(config, "is_encoder_decoder", False):
             return f"{config.model_type} has an encoder and a decoder; only decoder language models are written as ONNX yet"
         if any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
@@ -90,10 +96,16 @@ class Onnx(Target):
         return None
 
     def overhead(self, draft: Draft) -> int:
-        graph, stores = _graph(), self._stores(draft)
+        from fewbits.targets.onnx import graph
+
+        stores = self._stores(draft)
         model = graph.trace(draft, stores)
         graph.describe(model, draft, self.accuracy_level)
-        return int(graph.nbytes(model, stores)) - draft.plan.nbytes
+        size = int(graph.nbytes(model, stores))
+        if size > self.largest:  # to a few bytes for every weight: the file beside it is named when it is written
+            proto, placed = graph.place(model, stores, f"{self.file_name}.data")
+            size = proto.ByteSize() + max(array.end for array in placed.values())
+        return size - draft.plan.nbytes
 
     def _stores(self, artifact: Artifact | Draft) -> dict[str, storage.Store]:
         found = {}
@@ -107,16 +119,20 @@ class Onnx(Target):
         return found
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Weight]) -> None:
-        graph = _graph()
-        size = artifact.plan.nbytes
-        if size > _LARGEST:
-            hint = "choose a smaller format or another target; weights beside the .onnx file are not written yet"
-            raise InputError(f"the weights take {size / 1e9:.2f} GB, one .onnx file holds {_LARGEST / 1e9:.2f} GB", hint)
+        from fewbits.targets.onnx import beside, graph
+
         stores = self._stores(artifact)
         model = graph.trace(artifact, stores)
-        graph.fill(model, artifact, stores, progress)
         graph.describe(model, artifact, self.accuracy_level)
-        graph.save(model, path)
+        if graph.nbytes(model, stores) > self.largest:
+            data = beside.file_for(path)
+            proto, placed = graph.place(model, stores, data.name)
+            with Staged(data) as staged:
+                graph.fill_beside(staged, placed, artifact, stores, progress)
+        else:
+            graph.fill(model, artifact, stores, progress)
+            proto = graph.proto_of(model)
+        graph.save(proto, path)
 
     def written(self, path: Path) -> dict[str, str]:
         from fewbits.targets.onnx import reading
@@ -127,14 +143,6 @@ class Onnx(Target):
         from fewbits.targets.onnx import reading
 
         return reading.written_as(fmt, weight.shape[1], activation)
-
-
-def _graph() -> Any:
-    try:
-        from fewbits.targets.onnx import graph
-    except ImportError as failure:
-        raise MissingError(f"writing ONNX needs `{failure.name}`", "pip install 'fewbits[onnx]'") from failure
-    return graph
 
 
 TARGET = Onnx()

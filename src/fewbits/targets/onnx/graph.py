@@ -17,13 +17,14 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
 from fewbits.errors import InputError
-from fewbits.targets.onnx import layers
+from fewbits.targets.onnx import beside, layers
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
     from fewbits.drafting import Draft
     from fewbits.model import Weight
     from fewbits.progress import Progress
+    from fewbits.targets.onnx.beside import Array
     from fewbits.targets.onnx.storage import Store
 
 _OPSET = 20
@@ -95,6 +96,30 @@ def fill(model: ir.Model, artifact: Artifact, stores: Mapping[str, Store], progr
             model.graph.initializers[name].const_value = ir.Tensor(array, _TYPES[spec.dtype], shape=ir.Shape(spec.shape), name=name)
 
 
+def place(model: ir.Model, stores: Mapping[str, Store], file: str) -> tuple[Any, dict[str, Array]]:
+    """The graph with its weights in a file beside it, and where they go there."""
+    specs = ((f"{weight}.{part}", spec) for weight, store in stores.items() for part, spec in store.specs().items())
+    placed = beside.layout(specs, file)
+    with _quiet():  # it warns of every weight that has no value, and leaves it out
+        proto = ir.to_proto(model)
+    proto.graph.initializer.extend(array.initializer() for array in placed.values())
+    return proto, placed
+
+
+def fill_beside(
+    path: Path, placed: Mapping[str, Array], artifact: Artifact, stores: Mapping[str, Store], progress: Progress[Weight]
+) -> None:
+    """One weight in memory at a time."""
+
+    def arrays() -> Iterator[tuple[str, Tensor]]:
+        for weight in progress(artifact.weights, len(artifact.weights), "writing onnx"):
+            for part, tensor in stores[weight.name].arrays(artifact.parts(weight)).items():
+                yield f"{weight.name}.{part}", tensor
+
+    with path.open("wb") as stream:
+        beside.write(stream, placed, arrays())
+
+
 def describe(model: ir.Model, artifact: Artifact | Draft, accuracy_level: int) -> None:
     counts: dict[str, int] = {}
     for entry in artifact.plan.entries:
@@ -134,10 +159,13 @@ def _prefixed(size: int) -> int:
     return 1 + max(1, -(-size.bit_length() // 7)) + size
 
 
-def save(model: ir.Model, path: Path) -> None:
-    proto = ir.to_proto(model)
-    onnx.checker.check_model(proto)  # operators of com.microsoft are unknown to it and skipped
+def proto_of(model: ir.Model) -> Any:
+    return ir.to_proto(model)
+
+
+def save(proto: Any, path: Path) -> None:
     path.write_bytes(proto.SerializeToString(deterministic=True))
+    onnx.checker.check_model(path)  # with what lies beside it; operators of com.microsoft are unknown to it and skipped
 
 
 def _wanted(artifact: Artifact | Draft, stores: Mapping[str, Store]) -> Iterator[tuple[str, Weight]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits import formats
 from fewbits.errors import MissingError
 from fewbits.targets.onnx import Onnx, storage
-from fewbits.targets.onnx_genai import families, versions
+from fewbits.targets.onnx_genai import families
 
 if TYPE_CHECKING:
     from fewbits.activations import Activation
@@ -40,13 +40,6 @@ class OnnxGenai(Onnx):
     runtime = "onnxruntime-genai"
     marker = "genai_config.json"
 
-    def accepts(self, weight: Weight, fmt: Format) -> str | None:
-        if (why_not := super().accepts(weight, fmt)) or fmt.levels is None:
-            return why_not
-        found = storage.blocks(fmt, weight.shape[1])
-        assert isinstance(found, storage.Blocks), found
-        return versions.lacking(found.bits, weight.kind == "embedding")
-
     def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
         return "MatMulNBits rounds its inputs to 8 bits by itself (accuracy level 4), with a scale per block of columns, not per token"
 
@@ -61,6 +54,7 @@ class OnnxGenai(Onnx):
         return families.unsupported(config)
 
     def overhead(self, draft: Draft) -> int:
+        from fewbits.targets.onnx import beside
         from fewbits.targets.onnx_genai import data, graph, settings
 
         decoder, stores = families.of(draft.config), self._stores(draft)
@@ -68,8 +62,8 @@ class OnnxGenai(Onnx):
         model = graph.build(draft, stores, decoder, placed, self.accuracy_level)
         with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, _assets_of(draft) as assets:
             settings.write(Path(scratch), assets, decoder, draft.config, draft.tokenizer)
-            beside = sum(file.stat().st_size for file in Path(scratch).iterdir())
-        return len(model.SerializeToString()) + data.nbytes(placed) + beside - draft.plan.nbytes
+            assets_bytes = sum(file.stat().st_size for file in Path(scratch).iterdir())
+        return len(model.SerializeToString()) + beside.nbytes(placed) + assets_bytes - draft.plan.nbytes
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Weight]) -> None:
         from fewbits.targets.onnx_genai import data, graph, settings

@@ -23,8 +23,8 @@ from fewbits.targets.onnx_genai.data import table
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
     from fewbits.drafting import Draft
+    from fewbits.targets.onnx.beside import Array
     from fewbits.targets.onnx.storage import Store
-    from fewbits.targets.onnx_genai.data import Array
     from fewbits.targets.onnx_genai.families import Decoder
 
 _OPSET, _IR_VERSION = 20, 10  # the oldest that have all that is used: newer ones only keep older runtimes out

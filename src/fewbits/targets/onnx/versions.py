@@ -1,4 +1,4 @@
-"""What the installed onnxruntime is too old for. Tried with onnxruntime-genai 0.11: each cell is the first release that ran the file.
+"""What the installed onnxruntime is too old for. Each cell is the first release that ran the file, by itself and by onnxruntime-genai 0.11.
 
 bits         2      4      8
 linear     1.24   1.21   1.22
