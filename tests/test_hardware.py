@@ -116,6 +116,7 @@ def test_llama_cpp_reserves_what_is_counted(shape: Shape, context: int, tmp_path
 
 
 @given(shapes, uses)
+@settings(deadline=None)
 def test_the_kv_cache_is_the_most_over_all_lengths_on_the_way(shape: Shape, use: Use) -> None:
     use = replace(use, context=use.context % 2000 + 1)
     total = 0
@@ -135,6 +136,7 @@ def test_the_cache_of_a_known_model_is_what_everybody_says() -> None:
 
 
 @given(shapes, uses, st.integers(1, 5000))
+@settings(deadline=None)
 def test_more_context_never_takes_less(shape: Shape, use: Use, more: int) -> None:
     before, after = hardware.memory(shape, 10**8, use), hardware.memory(shape, 10**8, replace(use, context=use.context + more))
     assert after.kv_cache >= before.kv_cache
@@ -143,6 +145,7 @@ def test_more_context_never_takes_less(shape: Shape, use: Use, more: int) -> Non
 
 
 @given(shapes, uses, st.integers(10**7, 10**9))
+@settings(deadline=None)
 def test_weights_that_take_what_is_left_just_fit(shape: Shape, use: Use, available: int) -> None:
     if hardware.memory(shape, 1, use).total > available:
         with pytest.raises(InputError, match="leave nothing for the weights"):
@@ -154,7 +157,7 @@ def test_weights_that_take_what_is_left_just_fit(shape: Shape, use: Use, availab
 
 
 @given(shapes, uses, st.integers(0, 10**9))
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_the_largest_context_fits_and_the_next_does_not(shape: Shape, use: Use, available: int) -> None:
     limit = 10_000
     found = hardware.largest_context(shape, 10**7, available, use, limit)

@@ -1,18 +1,23 @@
 """What a model takes in memory while it runs, from its config alone: weights, KV cache, activations and what the runtime itself needs.
 
-Devices are sizes in bytes so far; a catalogue of them belongs beside `parse_memory`, as names that stand for a size.
+`fewbits fit` and `--fits` count with it alike; the devices that have the memory are in capacity/devices.csv.
 
-The activations are what llama.cpp reserves when it opens a context: one buffer for the graph of a whole prompt batch. Its peak is in one
-of three places, each with the residual stream and the attention mask alive beside it: the logits of every token of the batch, the MLP
-(gate, up and their product), or the scores of one layer's attention, which flash attention never stores. How many rows are alive was
+**llama.cpp.** The activations are what it reserves when it opens a context: one buffer for the graph of a whole prompt batch. Its peak is
+in one of three places, each with the residual stream and the attention mask alive beside it: the logits of every token of the batch, the
+MLP (gate, up and their product), or the scores of one layer's attention, which flash attention never stores. How many rows are alive was
 found by varying one width at a time; tests/test_hardware.py has what llama.cpp reported. In 176 combinations of widths, batches and
 contexts the count is never below it by more than its log rounds. It is at most 8 % above where queries are as wide as the residual stream
 (28 % seen where they are half as wide), with one exception: once the mask is as large as the logits (a context of twice the
-vocabulary), llama.cpp puts these into its place, and the count is high by
-as much. The logits of a whole batch are reserved even where only the last token's are wanted; a CPU then never touches those pages.
+vocabulary), llama.cpp puts these into its place, and the count is high by as much. The logits of a whole batch are reserved even where
+only the last token's are wanted: a GPU's memory is then taken, a CPU's pages are never touched (`Use.reserved`).
 
 Not counted: the copy of some weights (of 4 bits, mostly) that llama.cpp rearranges for a CPU, beside the mapped file, whose own pages
 the system may then drop.
+
+**fewbits' own runtime** has the weights in tiles as large as the file's, with the file mapped beside them, whose pages the system may drop
+likewise. Its cache has no more tokens than the context. A piece of a prompt keeps gate and up, the product of both, and what goes in and
+out; attention makes float32 of the cached keys and values, for as many heads as there are queries, and a mask. Found by measuring SmolLM2's
+shape: contexts of 1024 and 4096 add 25 and 47 MB, 23 and 45 are counted. Its tokenizer is transformers', twice llama.cpp's in memory.
 """
 
 from __future__ import annotations
@@ -33,8 +38,11 @@ _FLOAT = 4  # bytes: activations are float32
 _FLOAT_CACHE = kv.get("float")
 _CELLS = 256  # llama.cpp rounds the tokens of a cache up to a multiple of this
 _INPUT_BYTES = 48  # per token of a batch: token, position, its cells in the cache, whether its logits are wanted
-_PROCESS = 16 << 20  # code, heap and graph of the runtime: 6 to 9 MiB beyond Python on the embedded model, with room for the code
-_VOCABULARY_ENTRY = 512  # text, merges and tables of a token: 23.8 MiB for SmolLM2's 49,152, 3.2 MiB for the embedded model's 2,048
+LLAMA_CPP, FEWBITS = RUNTIMES = "llama.cpp", "fewbits"
+_PROCESS = {LLAMA_CPP: 8 << 20, FEWBITS: 4 << 20}  # heap and graph: 6 to 9 MiB beyond Python on the embedded model; objects of an artifact
+# text, merges and tables of a token. SmolLM2's 49,152: 23.8 MiB in llama.cpp, 45 MiB in tokenizers
+_VOCABULARY_ENTRY = {LLAMA_CPP: 512, FEWBITS: 960}
+_PIECE, _LANES = 512, 16  # generation/llama.py, generation/caches.py: tokens of a prompt at once, tokens whose keys lie together
 
 _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     f"{letter}{binary}B": (1024 if binary else 1000) ** power for power, letter in enumerate("KMGT", start=1) for binary in ("", "I")
@@ -67,6 +75,8 @@ class Use:
     kv: KVFormat = _FLOAT_CACHE
     prompt_batch: int = 512  # tokens of a prompt computed at once
     flash_attention: bool = True  # llama.cpp's choice where the backend can, and its CPU can
+    runtime: str = LLAMA_CPP
+    reserved: bool = True  # buffers count as large as they are, as on a GPU; else what is touched of them while a text is generated
 
     @property
     def batch(self) -> int:
@@ -177,12 +187,13 @@ def parameters(shape: Shape) -> Parameters:
 
 def memory(shape: Shape, weights: int, use: Use) -> Memory:
     """`weights`: bytes of all tensors, as they lie in the file."""
-    _check(use)
+    check(use)
+    work = _own_activations(shape, use) if use.runtime == FEWBITS else compute_buffer(shape, use) + _rounded_inputs(shape, use)
     return Memory(
         weights=weights,
         kv_cache=kv_bytes(shape, use),
-        activations=compute_buffer(shape, use) + _rounded_inputs(shape, use) + use.sequences * shape.vocabulary * _FLOAT,
-        overhead=_PROCESS + shape.vocabulary * _VOCABULARY_ENTRY,
+        activations=work + use.sequences * shape.vocabulary * _FLOAT,
+        overhead=_PROCESS[use.runtime] + shape.vocabulary * _VOCABULARY_ENTRY[use.runtime],
     )
 
 
@@ -208,7 +219,9 @@ def largest_context(shape: Shape, weights: int, available: int, use: Use, limit:
 def kv_bytes(shape: Shape, use: Use) -> int:
     """The most that the caches take on the way to a full context. Formats that round a group of tokens at once shrink whenever a group is
     complete; a whole number of cells is just before that, so that no shorter context takes more (a test tries them all)."""
-    return use.sequences * shape.kv_heads * sum(use.kv.head_bytes(shape.width, _kept(window, use)) for window in shape.windows)
+    # fewbits' own cache keeps what is not rounded yet in float32, not in 16 bits
+    more = 2 * shape.width * 2 * (use.kv.sink + use.kv.group) if use.runtime == FEWBITS and use.kv.levels else 0
+    return use.sequences * shape.kv_heads * sum(more + use.kv.head_bytes(shape.width, _kept(window, use)) for window in shape.windows)
 
 
 def compute_buffer(shape: Shape, use: Use) -> int:
@@ -217,7 +230,8 @@ def compute_buffer(shape: Shape, use: Use) -> int:
     kept = {_kept(window, use) for window in shape.windows}
     scores = 0 if use.flash_attention else shape.heads * max(kept)
     stream = 6 * shape.hidden if use.flash_attention else 3 * shape.hidden + 3 * max(shape.hidden, queries) + 2 * keys
-    peak = max(shape.vocabulary, shape.mlp_matrices * shape.mlp_at_once, scores)
+    logits = shape.vocabulary if use.reserved else 0
+    peak = max(logits, shape.mlp_matrices * shape.mlp_at_once, scores)
     mask = sum(kept) * (2 if use.flash_attention else _FLOAT)  # one for each kind of layer
     return use.batch * (_FLOAT * (stream + peak) + mask + _INPUT_BYTES)
 
@@ -229,10 +243,18 @@ def _rounded_inputs(shape: Shape, use: Use) -> int:
     return use.batch * 2 * max(shape.hidden, shape.heads * shape.width, shape.mlp_at_once, scores)
 
 
+def _own_activations(shape: Shape, use: Use) -> int:
+    """Of fewbits' own runtime: a piece of the prompt through an MLP, and attention over the whole context."""
+    piece = min(use.context, _PIECE if use.kv.group == 1 else use.kv.sink + use.kv.group)  # a packed cache takes one group at a time
+    attention = use.context * (2 * _FLOAT * shape.heads * shape.width + piece * (_FLOAT + 1))  # the mask is there as bytes and as floats
+    return piece * _FLOAT * (4 * shape.mlp_at_once + 3 * shape.hidden) + attention
+
+
 def _kept(window: int | None, use: Use) -> int:
     """Tokens in the cache of a layer. With a window, those of a batch still to be computed stand beside those it reaches back to."""
     tokens = use.context if window is None else min(use.context, window + use.batch)
-    return -(-tokens // _CELLS) * _CELLS
+    step = _LANES if use.runtime == FEWBITS and use.kv.levels is None else _CELLS
+    return -(-tokens // step) * step
 
 
 def _mlp_parameters(shape: Shape, layer: int) -> tuple[int, int]:
@@ -274,7 +296,15 @@ def _first(config: Any, *names: str) -> int:
     return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
 
 
-def _check(use: Use) -> None:
+def runtime(name: str) -> str:
+    """The one spelling of a runtime whose memory is known."""
+    found = next((known for known in RUNTIMES if known.replace(".", "") == name.lower().replace(".", "")), None)
+    if found is None:
+        raise InputError(f"the memory of `{name}` is not known here", f"known: {', '.join(RUNTIMES)}")
+    return found
+
+
+def check(use: Use) -> None:
     for name, value in (("context", use.context), ("batch", use.sequences), ("prompt batch", use.prompt_batch)):
         if value < 1:
             raise InputError(f"a {name} of {value} is not possible", "give a number from 1 up")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fewbits.targets import Target
 
 SCHEMA = 1
+_ROW_LENGTH = 8192  # characters of a row at most; a hundred times what fewbits writes
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Entry:
+    """One weight of a plan."""
+
     weight: str
     shape: tuple[int, int]
     format: str
@@ -182,17 +185,19 @@ def checked(plan: Plan, weights: Sequence[Weight], target: Target) -> Plan:
 
 def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> Plan:
     """A plan.json, perhaps edited by hand: every name and format is checked, every price computed anew."""
+    weights = list(weights)
+    if len(text) > (most := _ROW_LENGTH * (len(weights) + 16)):
+        raise InputError(f"the plan has {len(text):,} characters for {len(weights)} weights, more than {most:,}", "is it a plan at all?")
     try:
         content: Any = json.loads(text)
         schema, rows = content["schema"], dict(content["weights"])
         target = target or targets.get(str(content["target"]))
         chosen = {str(name): _row(row) for name, row in rows.items()}
         cache = None if content.get("kv") is None else str(content["kv"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as failure:
         raise InputError(f"this is not a plan: {failure!r}", "`fewbits quantize` writes one as plan.json") from failure
     if schema != SCHEMA:
         raise InputError(f"the plan has schema {schema}, this fewbits reads schema {SCHEMA}", "make the plan anew, or update fewbits")
-    weights = list(weights)
     known = {weight.name for weight in weights}
     for name in chosen:
         if name not in known:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fewbits import hardware, kv, planning
+from fewbits.capacity import devices
 from fewbits.checkpoints.folder import read_text
 from fewbits.errors import InputError
 from fewbits.files import Staged
@@ -47,7 +48,7 @@ class Budget:
         if self.size is not None:
             budgets.parse_size(self.size)
         if self.fits is not None:
-            hardware.parse_memory(self.fits)
+            devices.place(self.fits)
 
     @property
     def by_accuracy(self) -> bool:
@@ -199,7 +200,8 @@ def plan(
     from fewbits.sensitivity.table import read
 
     table = read(Path(sensitivity))
-    if Path(model).exists() and Path(model).resolve().name != table.model:  # of a hub id only its snapshot has a name
+    # of a hub id only its snapshot has a name; a link may be called otherwise than what it leads to
+    if Path(model).exists() and table.model not in (Path(model).name, Path(model).resolve().name):
         raise InputError(f"`{sensitivity}` was measured on `{table.model}`, not on `{Path(model).name}`", "measure this model first")
     budget = Budget(size, fits, context, Thresholds(max_kl, min_agreement, max_ppl_ratio))
     wished = Wishes(listed(formats), listed(override), listed(together), strategy, kv, min_speed, bandwidth)
@@ -236,8 +238,9 @@ def tensor_bytes(table: Sensitivity, target: Target, budget: Budget, elements: i
     """What the planned weights may take."""
     config = attributes(table.config)
     if budget.fits is not None:
-        use = hardware.Use(context=budget.context or CONTEXT, kv=kv.get(kv_cache or "float"))
-        left = hardware.weight_bytes_left(hardware.shape(config), hardware.parse_memory(budget.fits), use)
+        place = devices.place(budget.fits)
+        use = hardware.Use(context=budget.context or CONTEXT, kv=kv.get(kv_cache or "float"), reserved=place.reserves)
+        left = hardware.weight_bytes_left(hardware.shape(config), place.usable, use)
         size: budgets.Size = budgets.FileBytes(max(1, left))
     else:
         assert budget.size is not None

@@ -1,0 +1,131 @@
+"""The forecast of the work against the work: the embedded model calibrated, measured, quantized and verified in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fewbits import formats, model, planning, targets
+from fewbits.errors import MissingError
+from fewbits.preflight import Preflight, Step, Work, preflight
+
+GGUF = targets.get("gguf")
+SAMPLES, LENGTH, FORMATS, VERIFIED = 16, 256, ("q4_k", "q8_0"), 4096
+
+CHILD = """
+import ctypes, json, sys, time, torch
+from pathlib import Path
+from fewbits import artifact, calibration, embedded, formats, model, pipeline, planning, preparation, sensitivity, targets
+from fewbits.benchmarks.cost import _peak, anonymous_bytes
+from fewbits.preflight import Work, preflight
+from fewbits.progress import silent
+folder, samples, length, names, verified = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split(','), int(sys.argv[5])
+source, target = model.open(embedded.MODEL), targets.get('gguf')
+plan = planning.uniform(source.weights, target, formats.get('q4_k'), (), 'auto')
+work = Work(samples, length, formats=len(names), verified=verified)
+forecast = preflight(source, target, folder / 'out.gguf', work, plan, clock=time.process_time)
+text = preparation.split(source, (), (), samples, length, 0, verified)
+source.module()(input_ids=torch.zeros(1, 8, dtype=torch.long))  # the code is part of the idle process
+found = {}
+
+def timed(name, what):
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier steps gave back is not there for this one
+    before = anonymous_bytes()
+    with _peak() as peak:
+        start = time.process_time()
+        result = what()
+        seconds = time.process_time() - start
+    found[name] = {'seconds': seconds, 'memory': max(0, peak.get('bytes', before) - before)}
+    return result
+
+def size(path):
+    return sum(f.stat().st_size for f in path.rglob('*') if f.is_file()) if path.is_dir() else path.stat().st_size
+
+seen = timed('calibrating', lambda: calibration.collect(source, text.samples, folder / 'statistics'))
+found['calibrating']['disk'] = size(folder / 'statistics')
+timed('measuring', lambda: sensitivity.measure(source, seen, [formats.get(name) for name in names]))
+def make():
+    made = artifact.quantize(source, plan, folder / 'artifact', silent, seen)
+    target.write(made, folder / 'out.gguf', silent)
+timed('quantizing', make)
+found['quantizing']['disk'] = size(folder / 'artifact') + size(folder / 'out.gguf')
+timed('verifying', lambda: pipeline.verify(folder / 'out.gguf', source, length=length, tokens=verified))
+print(json.dumps({'forecast': forecast.to_dict(), 'found': found}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    words = [str(tmp_path_factory.mktemp("work")), str(SAMPLES), str(LENGTH), ",".join(FORMATS), str(VERIFIED)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", CHILD, *words], capture_output=True, text=True, check=False, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is asked of /proc")
+@pytest.mark.parametrize("name", ["calibrating", "measuring", "quantizing", "verifying"])
+def test_a_step_takes_no_more_than_was_said_and_about_as_long(told: dict[str, Any], name: str) -> None:
+    said = next(step for step in told["forecast"]["steps"] if step["name"] == name)
+    found = told["found"][name]
+    assert found["memory"] <= said["memory"]
+    assert 1 / 3 <= found["seconds"] / said["seconds"] <= 3  # processor time of one thread: other programs do not count
+    if "disk" in found:
+        assert found["disk"] <= said["disk"] <= 3 * found["disk"]
+
+
+def test_statistics_grow_with_samples_and_what_is_beyond_the_buffer_goes_to_disk(
+    embedded_model: model.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fewbits.preflight._rate", lambda *_: 1e11)
+    out = tmp_path / "out.gguf"
+    plain = Work(samples=64, length=512)
+    small, large = (preflight(embedded_model, GGUF, out, work).steps[0] for work in (plain, replace(plain, samples=128)))
+    assert large.disk > small.disk and large.memory > small.memory and large.seconds == pytest.approx(2 * small.seconds)
+    states = 6 * 64 * 512 * 256 * 4  # between four blocks, before and after them, and the gradient
+    spilt = preflight(embedded_model, GGUF, out, replace(plain, buffer=states // 2)).steps[0]
+    assert spilt.disk - small.disk == states - states // 2
+    assert small.memory - spilt.memory == states - states // 2
+
+
+def test_only_what_is_asked_for_is_counted(embedded_model: model.Model, tmp_path: Path) -> None:
+    plan = planning.uniform(embedded_model.weights, GGUF, formats.get("q4_0"))
+    (only,) = preflight(embedded_model, GGUF, tmp_path / "a.gguf", Work(feedback=False), plan).steps
+    assert only.name == "quantizing" and only.scratch == 0
+    assert only.disk >= 2 * plan.nbytes
+    thrice = preflight(embedded_model, GGUF, tmp_path / "a.gguf", Work(feedback=False, makes=3), plan).steps[0]
+    assert thrice.disk == 3 * only.disk
+
+
+ROOMY = Preflight((Step("quantizing", 100, 200, 0, 5.0), Step("verifying", 300, 0, 400, 100.0)), "somewhere", 10**6, 10**6, 10**6, False)
+
+
+@pytest.mark.parametrize(
+    ("less", "what"),
+    [
+        ({"free_memory": 299}, "verifying needs 300 B of memory, and 299 B are free"),
+        ({"free_disk": 199}, "200 B on the disk of `somewhere`"),
+        ({"free_scratch": 399}, "400 B for temporary files"),
+        ({"free_disk": 599, "same_disk": True}, "600 B on the disk"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_a_hint(less: dict[str, Any], what: str) -> None:
+    ROOMY.check()
+    with pytest.raises(MissingError, match=what) as refused:
+        replace(ROOMY, **less).check()
+    assert refused.value.hint and refused.value.exit_code == 3
+    exact = replace(ROOMY, free_memory=300, free_disk=600, free_scratch=400, same_disk=True)
+    exact.check()
+    replace(ROOMY, free_memory=None, free_disk=None, free_scratch=None).check()  # a system that does not say
+
+
+def test_the_line_says_memory_disk_and_time() -> None:
+    assert ROOMY.line() == "this will need up to 300 B of memory, 600 B of disk, about 2 min (quantizing 5 s, verifying 2 min)"
