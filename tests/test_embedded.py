@@ -53,7 +53,7 @@ def test_calibration_and_verification_text_are_different_texts() -> None:
 def test_the_demo_runs_every_file_in_its_runtime_and_passes(tmp_path) -> None:
     result = demonstration.demo(tmp_path, tokens=2044)
     rows = {(r.format, r.verdict.runtime): r for r in result.rows}
-    assert result.passed and not result.skipped
+    assert result.passed and not result.skipped and (tmp_path / "report.html").is_file()
     assert {runtime for _, runtime in rows} == {"llama.cpp", "onnxruntime"}
     planned = {"5bpw", "4.5bpw", "3.4375bpw"}
     assert {fmt for fmt, _ in rows} == {"float", "q8_0", "int8_channel", "q4_k", "int4_g32", "q3_k"} | planned

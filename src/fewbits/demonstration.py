@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -20,16 +21,18 @@ from fewbits import (
     pipeline,
     planning,
     preparation,
+    results,
     runtimes,
     sensitivity,
     targets,
     verification,
 )
 from fewbits.artifact import Artifact
+from fewbits.calibration.coverage import coverage
 from fewbits.crosscheck import CrossCheck, crosscheck
 from fewbits.errors import InputError, MissingError
-from fewbits.files import Staged, to_json
 from fewbits.planning import Plan, deciding
+from fewbits.planning.deciding import Decision
 from fewbits.progress import Progress, silent
 from fewbits.runtimes import torch as torch_runtime
 from fewbits.sensitivity import Sensitivity
@@ -52,6 +55,7 @@ _ROWS = (
 )
 _CROSSCHECK_WINDOWS = 8
 _SAMPLES = 48  # to calibrate with: 24,576 tokens
+_LOOKED_AT = (("4.5bpw", "gguf"), ("5bpw", "onnx"))  # the report is about the first of these that there is
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Row:
     plan: Plan
     verdict: Verdict
     crosscheck: CrossCheck
+    decision: Decision | None = None  # of a planned one
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Demo:
     folder: str
     rows: tuple[Row, ...]
     skipped: tuple[str, ...]  # runtimes that are not here, and how to get them
+    detail: Mapping[str, object] | None = None  # all about one planned file, as `quantize` would write it
 
     @property
     def passed(self) -> bool:
@@ -81,10 +87,14 @@ class Demo:
             | {"crosscheck": asdict(r.crosscheck) | {"limit": r.crosscheck.limit, "agrees": r.crosscheck.agrees}}
             for r in self.rows
         ]
-        return {"model": self.model, "folder": self.folder, "rows": rows, "skipped": list(self.skipped), "passed": self.passed}
+        return {
+            "model": self.model, "folder": self.folder, "rows": rows, "skipped": list(self.skipped), "passed": self.passed,
+            "detail": self.detail,
+        }  # fmt: skip
 
 
 def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int | None = None, progress: Progress[Any] = silent) -> Demo:
+    """The whole way on a small model: a file for each row of the table, run in its runtime and judged. `name`: embedded or smollm2."""
     folder = Path(out)
     source = model.open(_source(name, progress))
     tokens = tokens or (pipeline.TOKENS if name == "embedded" else 4096)
@@ -97,7 +107,7 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
     rows = [(fmt, to) for fmt, to in _ROWS if not _runtime(to).missing()]
     if not rows:
         raise MissingError("no runtime is here to run a file in", "pip install 'fewbits[llamacpp,onnx]'")
-    made: dict[tuple[str, str], tuple[Path, Plan, Artifact]] = {}
+    made: dict[tuple[str, str], tuple[Path, Plan, Artifact, Decision | None]] = {}
     sessions: dict[str, runtimes.Session] = {}
     with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
         samples = calibration.draw(source, (), _SAMPLES, None, 0)
@@ -110,16 +120,16 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
         for fmt, to in progress(rows, len(rows), "quantizing and writing"):
             target = targets.get(to)
             label = fmt or "float"
-            plan = _plan(source, target, fmt, lambda target=target: measured_for(target))  # type: ignore[misc]
+            plan, decision = _plan(source, target, fmt, lambda target=target: measured_for(target))  # type: ignore[misc]
             artifact = artifacts.quantize(source, plan, Path(scratch) / f"{label}-{to}", silent, statistics)
             path = pipeline.export(artifact, folder / f"{label}{Path(target.file_name).suffix}", to=to)
-            made[label, to] = (path, plan, artifact)
+            made[label, to] = (path, plan, artifact, decision)
             sessions[f"{label}-{to}"] = opened.enter_context(closing(_runtime(to).open(path, length)))
         measured = verification.measure(torch_runtime.of_module(source.module()), sessions, windows, progress)
         floors = {to: sum(m.kl) / len(m.kl) for to in targets.all() if (m := measured.get(f"float-{to}"))}
         few = windows[:: max(1, len(windows) // _CROSSCHECK_WINDOWS)][:_CROSSCHECK_WINDOWS]
         done = []
-        for (label, to), (path, plan, artifact) in progress(made.items(), len(made), "cross-checking with torch"):
+        for (label, to), (path, plan, artifact, decision) in progress(made.items(), len(made), "cross-checking with torch"):
             verdict = verification.judge(
                 measured[f"{label}-{to}"],
                 Thresholds(),
@@ -130,19 +140,31 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
                 kl_floor=floors[to],
             )
             check = crosscheck(artifact, targets.get(to), sessions[f"{label}-{to}"], few, floors[to])
-            done.append(Row(label, to, path.name, plan, verdict, check))
-    result = Demo(name, str(folder), tuple(done), skipped)
-    with Staged(folder / "results.json") as staged:
-        staged.write_text(to_json(result.to_dict()))
+            done.append(Row(label, to, path.name, plan, verdict, check, decision))
+        detail = None
+        for row in [row for wanted in _LOOKED_AT for row in done if (row.format, row.target) == wanted][:1]:
+            path, _, artifact, _ = made[row.format, row.target]
+            again = (f"fewbits demo -o {shlex.quote(str(out))} --model {name}",)
+            gathered = results.gather(
+                source, artifact, path, decision=row.decision, statistics=statistics, windows=windows, commands=again, progress=progress
+            )
+            seen = coverage(samples, source.tokenizer, windows)
+            about = pipeline.Quantized(
+                path, artifact.path, row.plan, row.verdict, seen, artifact.outcomes, decision=row.decision, gathered=gathered
+            )
+            detail = about.to_dict() | {"artifact": None}  # which was in a temporary folder
+    result = Demo(name, str(folder), tuple(done), skipped, detail)
+    results.write(folder, result.to_dict())
     return result
 
 
-def _plan(source: model.Model, target: Target, wanted: str | None, table: Callable[[], Sensitivity]) -> Plan:
+def _plan(source: model.Model, target: Target, wanted: str | None, table: Callable[[], Sensitivity]) -> tuple[Plan, Decision | None]:
     if wanted is None:
-        return planning.kept(source.weights, target)
+        return planning.kept(source.weights, target), None
     if wanted.endswith("bpw"):
-        return deciding.decide(table(), target, deciding.Budget(size=wanted)).plan
-    return planning.uniform(source.weights, target, formats.get(wanted), method="auto")
+        decision = deciding.decide(table(), target, deciding.Budget(size=wanted))
+        return decision.plan, decision
+    return planning.uniform(source.weights, target, formats.get(wanted), method="auto"), None
 
 
 def _runtime(to: str) -> runtimes.Runtime:

@@ -33,7 +33,7 @@ def stats(found: Stats) -> None:
     for name, text in (
         ("engine", found.engine),
         ("prompt", f"{found.prompt_tokens} tokens, {found.prompt_tokens_per_second:.1f} tokens/s"),
-        ("text", f"{found.new_tokens} tokens, {later} on {found.threads} threads"),
+        ("text", f"{found.new_tokens} tokens, {later} on {_threads(found.threads)}"),
         (
             "memory",
             f"weights {size(found.weight_bytes)}, KV cache {size(found.cache_bytes)}, process {size(found.peak_memory_bytes)} at most",
@@ -46,7 +46,7 @@ def stats(found: Stats) -> None:
 
 def bench(result: TokenBench) -> None:
     console.print(
-        f"[bold]{result.model}, {result.format}, {result.threads} threads[/]: {size(result.weight_bytes)} of weights for a token, "
+        f"[bold]{result.model}, {result.format}, {_threads(result.threads)}[/]: {size(result.weight_bytes)} of weights for a token, "
         f"memory is read at {result.read_bytes_per_second / 1e9:.1f} GB/s; text of {result.prompt} tokens"
     )
     table = Table(box=None, header_style="dim")
@@ -58,3 +58,7 @@ def bench(result: TokenBench) -> None:
         doubt = "" if phase.quiet_rounds else " ?"
         table.add_row(phase.name, phase.contender, f"{phase.tokens_per_second:.1f}{doubt}", share, times)
     console.print(table)
+
+
+def _threads(count: int) -> str:
+    return "one thread" if count == 1 else f"{count} threads"

@@ -147,6 +147,7 @@ def verdict(verdict: Verdict) -> None:
 
 
 def demo(result: Demo) -> None:
+    console.print(_in_words(result), soft_wrap=True)
     columns = ("format", "runtime", "bytes", "bits/w", "KL to float", "ppl ratio", "top-1", "as torch")
     table = new_table(f"the {result.model} model in each format, run by its runtime", columns)
     for row in result.rows:
@@ -161,6 +162,7 @@ def demo(result: Demo) -> None:
     console.print(
         f"measured on {tokens:,} held-out tokens by running each file in its runtime; files and results.json are in {result.folder}/"
     )
+    console.print(f"the report: {result.folder}/report.html", soft_wrap=True)
     for row in result.rows:
         if row.plan.fallbacks:
             count, first = len(row.plan.fallbacks), row.plan.fallbacks[0]
@@ -170,7 +172,26 @@ def demo(result: Demo) -> None:
             error(f"{row.file} in {row.verdict.runtime} is {c.kl:.2e} (KL) from the same weights in torch; {c.limit:.2e} is explained")
     for reason in result.skipped:
         note(f"skipped {reason}")
-    console.print("[bold green]passed[/]" if result.passed else "[bold red]failed[/]")
+
+
+def _in_words(result: Demo) -> str:
+    """What came of it, for somebody who reads no further."""
+    who = " and ".join(sorted({row.verdict.runtime for row in result.rows}))
+    wrong = [row.file for row in result.rows if not (row.verdict.passed and row.crosscheck.agrees)]
+    if wrong:
+        return f"[bold red]failed:[/] {', '.join(wrong)} did not compute in {who} what torch does with the same weights."
+    words = f"[bold green]passed:[/] {len(result.rows)} files, each run in {who}, and each as torch computes with the same weights."
+    planned = next((row for row in result.rows if row.format.endswith("bpw") and row.target == "gguf"), None)
+    if planned is None:
+        return words
+    others = {row.format: row.verdict for row in result.rows if row.target == planned.target and not row.format.endswith("bpw")}
+    best, whole = planned.verdict, others.pop("float")
+    peer = min(others, key=lambda name: abs(others[name].bytes - best.bytes))
+    return (
+        f"{words}\nPlanned weight by weight, {size(best.bytes)} of {size(whole.bytes)} keep the float model's choice of the next token in "
+        f"{100 * best.top1_agreement:.1f} % of places (KL {best.kl_mean:.4f}); {peer} for all, as large, in "
+        f"{100 * others[peer].top1_agreement:.1f} % (KL {others[peer].kl_mean:.4f})."
+    )
 
 
 def formats(rows: Iterable[tuple[Format, float, str, str]]) -> None:
@@ -221,12 +242,12 @@ def range_comparison(result: RangeComparison) -> None:
     best, by_input = result.best(), result.by_input()
     methods = [row.method for row in next(iter(by_input.values()))]
     short = [method.removeprefix("percentile_").replace("moving_", "") for method in methods]
-    table = new_table(f"squared error of {result.levels} over the mean square, by estimator; the least in bold", ("input", *short))
+    table = new_table(f"squared error of {result.levels} over the mean square, by estimator; * the least", ("input", *short))
     for name, rows in by_input.items():
-        cells = [f"[bold]{row.error:.1e}[/]" if row.method == best[name] else f"{row.error:.1e}" for row in rows]
+        cells = [f"[bold]{row.error:.1e}*[/]" if row.method == best[name] else f"{row.error:.1e}" for row in rows]
         table.add_row(escape(".".join(name.split(".")[-3:])), *cells)
     console.print(table)
-    table = new_table("mean over inputs", ("estimator", "least error on", "error", "clipped share", "KL"))
+    table = new_table("mean over inputs", ("estimator", "least error on", "error", "clipped share", "KL of histograms"))
     for method in methods:
         rows = [row for row in result.rows if row.method == method]
         means = [sum(getattr(row, field) for row in rows) / len(rows) for field in ("error", "clipped", "kl")]

@@ -1,0 +1,69 @@
+"""The page as one file: style, scripts, figures and text in it, and a policy that lets nothing else in."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from fewbits.reporting.page import budget, coverage, files, frontier, kernels, memory, reproduction, values, verdict
+from fewbits.reporting.page.contents import Results
+from fewbits.reporting.page.markup import Html, data_block, joined, tag
+
+_SECTIONS = (files, frontier, budget, values, coverage, memory, kernels, reproduction)
+_SCRIPTS = ("d3.min.js", "plot.umd.min.js", "charts.js", "page.js")  # the two libraries, and what is ours
+
+
+def render(found: Results) -> str:
+    sections = [section for each in _SECTIONS if (section := each.section(found))]
+    data: dict[str, Any] = {}
+    for section in sections:
+        data |= section.data
+    contents = tag("nav", tag("ul", *(tag("li", tag("a", s.title, href=f"#{s.id}")) for s in sections)), aria_label="Contents")
+    toggle = tag("button", "Dark", type="button", id="theme")
+    body = tag(
+        "body",
+        tag("a", "To the contents", href="#main", class_="skip"),
+        toggle,
+        tag("main", verdict.head(found), contents, *(section.html() for section in sections), id="main"),
+        tag("footer", tag("p", "Made by fewbits from one results.json. This file needs nothing else and asks nothing of the network.")),
+        data_block(_finite(data)),
+        *(Html(f"<script>{_asset(name)}</script>") for name in _SCRIPTS),
+    )
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy()),
+        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name_="color-scheme", content="light dark"),
+        tag("title", f"{verdict.title(found)}: fewbits report"),
+        Html(f"<style>{_asset('style.css')}</style>"),
+    )
+    return joined([Html("<!doctype html>\n"), tag("html", head, body, lang="en"), Html("\n")])
+
+
+@cache
+def _asset(name: str) -> str:
+    text = (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
+    assert "</script" not in text and "</style" not in text, f"{name} would end its own element"
+    return text
+
+
+@cache
+def _policy() -> str:
+    """Only the very scripts of this page run, by their hashes: not one that text smuggled in, and no attribute like onerror."""
+    digests = (base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode() for name in _SCRIPTS)
+    scripts = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for what is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return [_finite(entry) for entry in value] if isinstance(value, list | tuple) else value
