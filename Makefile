@@ -5,18 +5,26 @@ NATIVE := CMakeLists.txt $(wildcard src/fewbits/kernels/native/*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: bench-gpu-compile demo test test-all test-neon test-sanitized lint format wheel wheel-check train clean readme-results
+.PHONY: bench-gpu-compile browser demo docs fuzz soak test test-all test-neon test-sanitized lint format wheel wheel-check train clean readme-results
 
 demo: .venv/ready
 	$(BIN)/fewbits demo -o demo-out
 
-test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --ignore tests/gpu
+test: .venv/ready browser
+	FEWBITS_NEEDS_BROWSER=$(BROWSER_HERE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --ignore tests/gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/gpu
 
-test-all: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/gpu
+test-all: .venv/ready browser
+	FEWBITS_NEEDS_BROWSER=$(BROWSER_HERE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/gpu
+
+# The report's page is tried in a real browser: Debian's package where it can be installed; elsewhere these tests are skipped, and say so.
+FIND_BROWSER := command -v chromium || command -v chromium-browser || command -v google-chrome
+BROWSER_HERE = $(if $(shell $(FIND_BROWSER)),1,0)
+browser:
+	@{ $(FIND_BROWSER); } >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
+	  echo 'no chromium: the tests of the report in a browser are skipped; sudo apt-get install chromium'
 
 # Every kernel for GPUs, compiled for every architecture, and the tables of docs/kernels.md made anew: some twenty minutes.
 bench-gpu-compile: .venv/ready
@@ -30,15 +38,19 @@ test-neon:
 test-sanitized:
 	$(MAKE) -C tests/native sanitized
 
+# The site, in build/site; a broken link or a missing page is an error.
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: .venv/ready
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools examples
+	$(BIN)/ruff format --check src tests tools examples
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h src/fewbits/kernels/native/*.inc tests/native/*.cc tests/native/*.h)
 
 format: .venv/ready
-	$(BIN)/ruff check --fix src tests tools
-	$(BIN)/ruff format src tests tools
+	$(BIN)/ruff check --fix src tests tools examples
+	$(BIN)/ruff format src tests tools examples
 	$(BIN)/clang-format -i $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h src/fewbits/kernels/native/*.inc tests/native/*.cc tests/native/*.h)
 
 wheel: .venv/ready
@@ -54,6 +66,7 @@ wheel-check: wheel
 
 readme-results: demo
 	$(BIN)/python tools/readme_results.py
+	$(BIN)/python tools/draw_frontier.py
 
 train: .venv/ready
 	$(BIN)/python tools/train_embedded.py
@@ -62,7 +75,7 @@ train: .venv/ready
 .venv/ready: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) cmake ninja nanobind scikit-build-core
-	$(PIP) --no-build-isolation -e '.[ct,genai,lint,llamacpp,onnx,test,triton]'
+	$(PIP) --no-build-isolation -e '.[ct,docs,genai,lint,llamacpp,onnx,test,triton]'
 	touch $@
 
 clean:

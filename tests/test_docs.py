@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shlex
 import sys
 from pathlib import Path
 
-import pytest
-from typer.main import get_command
-
-from fewbits import cli, formats
+from fewbits import formats
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,17 +29,6 @@ def test_a_drawn_layout_is_the_published_one() -> None:
     lines = "\n".join(tool("draw_formats").drawn(formats.get("q4_k")))
     assert "bytes 0-1       d[0]" in lines and "bytes 2-3       dmin[0]" in lines
     assert "bytes 16-47     bits 0-3: q[0..31]   bits 4-7: q[32..63]" in lines
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
-def test_every_command_in_the_pages_exists(page: str) -> None:
-    """Each `fewbits VERB --option` is parsed by the real command line (without running it)."""
-    group = get_command(cli.app)
-    found = [line.split("#")[0].strip().strip("`") for line in re.findall(r"^ {4}(fewbits .*)$", (ROOT / page).read_text(), re.M)]
-    for line in found:
-        verb, *words = shlex.split(line)[1:]
-        group.commands[verb].make_context(verb, words, resilient_parsing=False)
-    assert found or page != "README.md"
 
 
 def test_the_results_in_the_readme_were_made_by_the_demo() -> None:
