@@ -19,6 +19,7 @@ from fewbits.calibration.collecting import Collector, batches, loss_gradient
 from fewbits.calibration.data import Samples
 from fewbits.calibration.storing import Statistics
 from fewbits.errors import InputError
+from fewbits.kept import Kept
 from fewbits.model import Model
 
 EPS = torch.finfo(torch.float32).eps / 2
@@ -247,7 +248,7 @@ def test_batches_hold_one_half_and_one_length() -> None:
 
 def test_only_a_block_is_in_memory(embedded_model: Model, windows: list[list[int]], tmp_path: Path) -> None:
     blocks = Blocks(embedded_model)
-    collector = Collector(blocks, windows, tmp_path, hessians=False, gradients=False, memory=0)
-    for index, _, _ in collector.forward(lambda items, *_: iter(items)):
+    collector = Collector(blocks, windows, tmp_path, Kept(tmp_path / "kept"), hessians=False, gradients=False, memory=0)
+    for index, _ in collector.forward(lambda items, *_: iter(items)):
         done = [w for i in range(min(index + 1, len(blocks))) for w in blocks.weights(i)]
         assert not any(blocks.submodule(w.name).weight.numel() for w in done)

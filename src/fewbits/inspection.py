@@ -158,11 +158,17 @@ def _gguf(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
     reader = open_reader(path)
     metadata = {}
     for key, entry in reader.fields.items():
-        value = entry.contents()
+        try:
+            value = entry.contents()
+        except ValueError as failure:
+            raise InputError(f"`{key}` of `{path}` cannot be read: {failure}", "the file is damaged; fetch it again") from failure
         metadata[key] = value if not isinstance(value, list) or len(value) <= 8 else f"[{len(value)} values]"
 
     def load(tensor: Any) -> Tensor:
-        return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        try:
+            return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        except (NotImplementedError, TypeError) as failure:
+            raise InputError(f"`{tensor.name}` is stored as {tensor.tensor_type.name}, which cannot be decoded", "update gguf") from failure
 
     found: list[Found] = [
         (
@@ -183,6 +189,9 @@ def _onnx(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
         raise MissingError("the `onnx` package is not here", "pip install 'fewbits[onnx]'") from None
     import torch
 
+    from fewbits.onnx_files.reading import array_of, check_graph
+
+    check_graph(path)
     try:
         model = onnx.load(path)
     except Exception as failure:
@@ -190,7 +199,7 @@ def _onnx(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
 
     def each() -> Iterator[Found]:
         for tensor in model.graph.initializer:
-            array = onnx.numpy_helper.to_array(tensor)
+            array = array_of(tensor, path)
             kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
             is_float = array.dtype.kind == "f"
             info = TensorInfo(tensor.name, kind, tuple(array.shape), array.nbytes)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fewbits import formats, kernels
-from fewbits.checkpoints.folder import read_json
+from fewbits.checkpoints.folder import inside, read_json
 from fewbits.errors import InputError
 from fewbits.files import sha256_of, to_json
 from fewbits.model import Weight
@@ -93,6 +93,7 @@ def read(folder: Path) -> Manifest:
             files=files,
             schema=schema,
         )
+        _check_rows(found)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as failure:
         raise InputError(f"`{path}` is damaged: {failure!r}", HINT) from failure
     for name in {*found.shard_of.values(), *found.files}:
@@ -106,6 +107,19 @@ def read(folder: Path) -> Manifest:
     return found
 
 
+def _check_rows(found: Manifest) -> None:
+    """What a dataclass takes from JSON without asking."""
+    for weight in found.weights:
+        words = all(isinstance(word, str) for word in (weight.name, weight.kind, weight.dtype, weight.tied_to or "", weight.together or ""))
+        if not words or not all(isinstance(side, int) and 0 < side <= 1 << 31 for side in weight.shape):
+            raise ValueError(f"`{weight.name}` is {weight.shape} of kind {weight.kind!r}")
+    for name, stored in found.files.items():
+        if not (isinstance(stored.bytes, int) and isinstance(stored.sha256, str)):
+            raise ValueError(f"`{name}` has {stored.bytes!r} bytes")
+    if not all(isinstance(name, str) for name in (*found.rest, *found.shard_of, *found.shard_of.values())):
+        raise ValueError("a name is a text")
+
+
 def check_files(folder: Path, found: Manifest) -> None:
     """Every file is there and has its size; all but the shards have their hash, which takes a millisecond a megabyte."""
     for name, stored in found.files.items():
@@ -115,6 +129,7 @@ def check_files(folder: Path, found: Manifest) -> None:
 
 
 def check_size(path: Path, stored: Stored) -> None:
+    inside(path.parent, path)
     if not path.is_file():
         raise InputError(f"`{path}` is missing", HINT)
     if (size := path.stat().st_size) != stored.bytes:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fewbits import embedded, texts
+from fewbits import kept as results
 from fewbits import model as models
 from fewbits.calibration import data as sources
 from fewbits.calibration import drifting, storing
 from fewbits.calibration.coverage import Coverage, coverage
 from fewbits.calibration.data import Document, Samples, sample
 from fewbits.calibration.storing import Statistics
-from fewbits.files import Staged
+from fewbits.files import Staged, remove
+from fewbits.kept import Kept
 from fewbits.model import Model
-from fewbits.progress import silent
+from fewbits.progress import say, silent
 
 if TYPE_CHECKING:
     from fewbits.progress import Progress
@@ -66,12 +69,15 @@ def calibrate(
     evaluation = texts.windows(text, source.tokenizer, texts.window_length(source.config, None))
     seen = coverage(drawn, source.tokenizer, evaluation)
     options: dict[str, Any] = {"hessians": hessians, "gradients": gradients, "memory": memory, "progress": progress}
-    if merge:
-        with tempfile.TemporaryDirectory(dir=Path(out).parent, prefix=".fewbits-") as scratch:
-            new = collect(source, drawn, Path(scratch) / "new", **options)
+    work = Path(out).with_name(f"{Path(out).name}.work")  # only until it is done
+    with results.opened(work) as kept:
+        if merge:
+            new = collect(source, drawn, work / "new", kept=kept, **options)
             statistics = storing.merge([*map(Path, listed(merge)), new.folder], Path(out))
-    else:
-        statistics = collect(source, drawn, Path(out), **options)
+        else:
+            statistics = collect(source, drawn, Path(out), kept=kept, **options)
+        kept.drop_all()
+        remove(work / "new")
     if imatrix is not None:
         from fewbits.calibration import importance_matrix
 
@@ -83,7 +89,9 @@ def draw(source: Model, data: Paths, samples: int, length: int | Literal["data"]
     """The embedded text where no data is given."""
     longest = texts.window_length(source.config, None if length == "data" else length)
     found = sources.documents(listed(data), source.tokenizer) if data else [Document("embedded", embedded.calibration_text())]
-    return sample(found, source.tokenizer, samples, "data" if length == "data" else longest, seed, longest)
+    drawn = sample(found, source.tokenizer, samples, "data" if length == "data" else longest, seed, longest)
+    texts.check_ids(drawn.ids, source.config)
+    return drawn
 
 
 def collect(
@@ -94,32 +102,38 @@ def collect(
     hessians: bool = True,
     gradients: bool = True,
     memory: int = MEMORY,
+    kept: Kept | None = None,
     progress: Progress[Any] = silent,
 ) -> Statistics:
-    """Run the samples through the model and write what every weight saw, a block at a time."""
+    """Run the samples through the model and write what every weight saw, a block at a time. `kept`: for the next run to go on from."""
     from fewbits.blocks import Blocks
     from fewbits.calibration.collecting import Collector
 
     blocks = Blocks(source)
     weights: dict[str, dict[str, object]] = {}
-    output: dict[str, dict[str, Any]] = {}
-    with Staged(out, marker=storing.ABOUT) as folder, tempfile.TemporaryDirectory(dir=out.parent, prefix=".fewbits-") as scratch:
+    experts: dict[str, list[int]] = {}
+    output: dict[str, Any] = {}
+    with Staged(out, marker=storing.ABOUT) as folder, ExitStack() as stack:
         folder.mkdir()
-        collector = Collector(blocks, samples.ids, Path(scratch), hessians=hessians, gradients=gradients, memory=memory)
-        for block, sites, kv in collector.forward(progress):
-            storing.write(folder, "input", block, {name: storing.input_fields(found) for name, (found, _) in sites.items()} | {"kv": kv})
-            weights |= {reader: {"block": block, "site": site} for site, (_, readers) in sites.items() for reader in readers}
+        store = kept or Kept(Path(stack.enter_context(tempfile.TemporaryDirectory(dir=out.parent, prefix=".fewbits-"))))
+        scratch = stack.enter_context(store.scratch())
+        collector = Collector(blocks, samples.ids, Path(scratch), store, hessians=hessians, gradients=gradients, memory=memory)
+        if found := collector.found():
+            say(progress, f"going on: statistics of {found} of {len(blocks)} blocks were there")
+        for block, result in collector.forward(progress):
+            result.link(folder / storing.file_name("input", block))
+            experts |= result.values["experts"]
+            weights |= {reader: {"block": block, "site": site} for site, readers in result.values["readers"].items() for reader in readers}
         lookups: dict[str, dict[str, Any]] = {f"{name}:lookup": {"usage": usage} for name, usage in collector.usage.items()}
-        for block, found in collector.backward(progress) if gradients else ():
-            fields = {name: vars(gradient) for name, gradient in found.items()}
-            if 0 <= block < len(blocks):
-                storing.write(folder, "gradient", block, fields)
-            elif block == len(blocks):
-                output = fields
-            else:
-                for name, gradient in found.items():
-                    lookups[f"{name}:lookup"] |= {"fisher_square": gradient.fisher_square, "fisher": gradient.fisher}
-        storing.write(folder, "gradient", len(blocks), output | lookups)
+        if gradients:
+            for block, result in collector.backward(progress):
+                if block < len(blocks):
+                    result.link(folder / storing.file_name("gradient", block))
+                else:
+                    output = result.tensors
+            for name, gradient in collector.at_embeddings().items():
+                lookups[f"{name}:lookup"] |= {"fisher_square": gradient.fisher_square, "fisher": gradient.fisher}
+        storing.save(folder, "gradient", len(blocks), output | storing.packed(lookups))
         for weight in source.weights:  # embeddings, and what no text goes through or has no one input: convolutions in groups
             weights.setdefault(weight.name, {"block": len(blocks), "site": None})
         about = {
@@ -128,7 +142,7 @@ def collect(
             "model_sha256": source.fingerprint,
             "options": {"hessians": hessians, "gradients": gradients},
             "runs": [{"data_sha256": samples.digest, "samples": len(samples.ids), "tokens": samples.tokens, "seed": samples.seed}],
-            "experts": {name: counts.tolist() for name, counts in collector.experts.items()},
+            "experts": experts,
             "weights": weights,
         }
         (folder / storing.ABOUT).write_text(json.dumps(about, indent=1))

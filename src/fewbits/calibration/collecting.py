@@ -1,12 +1,15 @@
 """Statistics, one block of the model at a time: forward through all blocks, then backward through them, recomputing each.
 
-In memory are the weights of one block, its statistics, and a batch; the hidden states between blocks lie in a buffer that goes to
-disk beyond a limit. The backward pass starts from labels drawn from the model's own predictions: the squared gradient of such a
-loss is, in expectation, the second derivative of the KL divergence to the model itself, which is what quantization will cost.
+In memory are the weights of one block, its statistics, and a batch; the hidden states between blocks lie in files. What a block found,
+and the states that the next one needs, are kept as soon as the block is done: a run that was killed goes on at that block.
+
+The backward pass starts from labels drawn from the model's own predictions: the squared gradient of such a loss is, in expectation, the
+second derivative of the KL divergence to the model itself, which is what quantization will cost.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fewbits.calibration import storing
 from fewbits.calibration.recording import (
     GradientRecorder,
     Gradients,
@@ -26,12 +30,18 @@ from fewbits.calibration.recording import (
     finished,
     watched,
 )
+from fewbits.kept import hash_of
+from fewbits.progress import silent
 
 if TYPE_CHECKING:
     from fewbits.blocks import Blocks, Call
     from fewbits.calibration.statistics import InputStatistics
+    from fewbits.kept import Kept, Result
     from fewbits.progress import Progress
 
+    Sites = dict[str, tuple[InputStatistics, list[str]]]  # by name: what was read there, and by which weights
+
+STEPS = ("input", "hidden", "gradient", "back")  # of what is kept
 _BATCH_TOKENS = 2048  # enough rows for a matrix product to run at full speed
 
 
@@ -76,6 +86,8 @@ class Buffers:
             return torch.empty(self._shape)
         self._made += 1
         path = self._folder / f"hidden-{self._made:05}.bin"
+        with path.open("wb") as file:  # room is asked for now: a full disk would end the process when a page is written
+            os.posix_fallocate(file.fileno(), 0, nbytes)
         mapped = torch.from_file(str(path), shared=True, size=tokens * width, dtype=torch.float32)
         path.unlink()  # the mapping keeps it; nothing is left behind, however this ends
         return mapped.view(self._shape)
@@ -86,13 +98,17 @@ class _Enough(Exception):  # noqa: N818 - the input of the output matrix was see
 
 
 class Collector:
-    """Two passes over the samples. Each hands out one block's findings at a time and forgets them."""
+    """Two passes over the samples. Each hands out what is kept of one block at a time: found there, or made now.
+
+    On disk are the inputs of all blocks until the way back has passed them; without gradients those of one block.
+    """
 
     def __init__(
         self,
         blocks: Blocks,
         samples: Sequence[Sequence[int]],
         scratch: Path,
+        kept: Kept,
         *,
         hessians: bool,
         gradients: bool,
@@ -101,80 +117,124 @@ class Collector:
     ) -> None:
         self.blocks, self.hessians, self.gradients, self.seed = blocks, hessians, gradients, seed
         self.batches = batches(samples)
-        self.experts: dict[str, Tensor] = {}
         self.usage: dict[str, Tensor] = {}  # per embedding: how often each row was looked up
+        self._kept = kept.of(source=blocks.model.fingerprint, text=hash_of(samples), hessians=hessians, gradients=gradients, seed=seed)
         self._calls: dict[tuple[int, ...], list[Call]] = {}
-        self._buffers: Buffers | None = None
-        self._scratch, self._memory = scratch, memory
-        self._between: list[Tensor] = []  # what each block reads; with gradients all of them, else only the last
+        self._entered = self._embed(scratch, memory)
+
+    def found(self) -> int:
+        """Of how many blocks everything is there already."""
+        kinds = ("input", "gradient") if self.gradients else ("input",)
+        return sum(all(self._kept.has(kind, block=block) for kind in kinds) for block in range(len(self.blocks)))
+
+    def forward(self, progress: Progress[int]) -> Iterator[tuple[int, Result]]:
+        """(block, its inputs: values `readers` by site and `experts`), first to last; then the output matrix as block len(blocks)."""
+        count = len(self.blocks)
+        for index in progress(range(count), count, "statistics, forward"):
+            yield index, self._kept.find("input", block=index) or self._forward(index)
+            if not self.gradients:
+                self._kept.drop("hidden", block=index)
+        yield count, self._kept.find("input", block=count) or self._keep_inputs(count, self._output_sites(), {}, {})
+
+    def backward(self, progress: Progress[int]) -> Iterator[tuple[int, Result]]:
+        """(block, the gradients of its weights), last to first; the output matrix as number len(blocks)."""
+        count = len(self.blocks)
+        yield count, self._kept.find("gradient", block=count) or self._from_labels(progress)
+        for index in progress(reversed(range(count)), count, "statistics, backward"):
+            yield index, self._kept.find("gradient", block=index) or self._backward(index)
+            self._kept.drop("back", block=index + 1)
+            self._kept.drop("hidden", block=index + 1)
+
+    def at_embeddings(self) -> dict[str, Gradients]:
+        """The gradients of what was looked up, after the way back."""
+        gradient, found = self._back(0), {}
+        for weight in self.blocks.outer_weights:
+            if weight.kind == "embedding" and weight.shape[1] == gradient.shape[1]:
+                found[weight.name] = Gradients.of(weight, self.hessians)
+                for batch in self.batches:
+                    g = gradient[batch.where].view(*batch.ids.shape, -1)
+                    found[weight.name].add(g, g.new_ones(*batch.ids.shape, 1), batch.half)
+        return found
+
+    def _hidden(self, index: int) -> Tensor:
+        """What this block reads. A file that is gone or damaged is made again."""
+        if index == 0:
+            return self._entered
+        if self._kept.find("hidden", block=index) is None:
+            self._forward(index - 1)
+        return self._state("hidden", index)
+
+    def _back(self, index: int) -> Tensor:
+        """The gradient of the loss at this block's input; at len(blocks), at the last one's output."""
+        if self._kept.find("back", block=index) is None:
+            self._backward(index) if index < len(self.blocks) else self._from_labels(silent)
+        return self._state("back", index)
+
+    def _state(self, kind: str, index: int) -> Tensor:
+        found = self._kept.find(kind, block=index)
+        assert found is not None, "it was just made"
+        return found.tensors["state"]
 
     @torch.no_grad()
-    def forward(self, progress: Progress[int]) -> Iterator[tuple[int, dict[str, tuple[InputStatistics, list[str]]], dict[str, Tensor]]]:
-        """(block, its sites and who reads them, its KV ranges), first to last; then the output matrix as block number len(blocks)."""
-        hidden = self._embed()
-        for index in progress(range(len(self.blocks)), len(self.blocks), "statistics, forward"):
-            following = self._following(hidden)
-            recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), self.hessians)
-            kv = KvRecorder()
-            with ExitStack() as stack:
-                block = stack.enter_context(self.blocks.filled(index))
-                stack.enter_context(recorder.attached())
-                stack.enter_context(counting_experts(block, self.blocks.prefix(index), self.experts))
-                for batch in self.batches:
-                    recorder.next_call(batch.half, *batch.ids.shape)
-                    call = self._calls[tuple(batch.ids.shape)][index]
-                    x = hidden[batch.where].view(*batch.ids.shape, -1)
-                    out = self.blocks.run(block, x, call, kv if "past_key_values" in call else None)
-                    following[batch.where] = out.reshape(-1, out.shape[-1])
-            hidden = following
-            yield index, finished(recorder), kv.ranges
-        self._between.append(hidden)
-        yield len(self.blocks), self._output_sites(hidden), {}
+    def _forward(self, index: int) -> Result:
+        hidden, following = self._hidden(index), self._spare
+        recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), self.hessians)
+        kv, experts = KvRecorder(), dict[str, Tensor]()
+        with ExitStack() as stack:
+            block = stack.enter_context(self.blocks.filled(index))
+            stack.enter_context(recorder.attached())
+            stack.enter_context(counting_experts(block, self.blocks.prefix(index), experts))
+            for batch in self.batches:
+                recorder.next_call(batch.half, *batch.ids.shape)
+                call = self._calls[tuple(batch.ids.shape)][index]
+                x = hidden[batch.where].view(*batch.ids.shape, -1)
+                out = self.blocks.run(block, x, call, kv if "past_key_values" in call else None)
+                following[batch.where] = out.reshape(-1, out.shape[-1])
+        self._kept.keep("hidden", {}, {"state": following}, block=index + 1)
+        return self._keep_inputs(index, finished(recorder), kv.ranges, experts)
 
-    def backward(self, progress: Progress[int]) -> Iterator[tuple[int, dict[str, Gradients]]]:
-        """(block, what it found), last to first: the output matrix as number len(blocks), the embeddings as -1."""
-        gradient, found = self._from_labels(self._between.pop(), progress)
-        yield len(self.blocks), found
-        count = len(self.blocks)
-        for index in progress(reversed(range(count)), count, "statistics, backward"):
-            hidden = self._between.pop()
-            weights = self.blocks.weights(index)
-            recorder = GradientRecorder(watched(self.blocks, weights), weights, self.hessians)
-            with self.blocks.filled(index) as block, recorder.attached(), torch.enable_grad():
-                for batch in self.batches:
-                    recorder.next_call(batch.half, *batch.ids.shape)
-                    shape = (*batch.ids.shape, hidden.shape[-1])
-                    x = hidden[batch.where].view(shape).detach().requires_grad_()
-                    out = self.blocks.run(block, x, self._calls[tuple(batch.ids.shape)][index])
-                    (back,) = torch.autograd.grad(out, x, gradient[batch.where].view(shape))
-                    gradient[batch.where] = back.reshape(-1, back.shape[-1])
-            yield index, recorder.found
-        yield -1, self._at_embeddings(gradient)
+    def _keep_inputs(self, block: int, sites: Sites, kv: dict[str, Tensor], experts: dict[str, Tensor]) -> Result:
+        tensors = storing.packed({name: storing.input_fields(found) for name, (found, _) in sites.items()} | {"kv": kv})
+        readers = {name: readers for name, (_, readers) in sites.items()}
+        counts = {name: found.tolist() for name, found in experts.items()}
+        return self._kept.keep("input", {"readers": readers, "experts": counts}, tensors, block=block)
 
-    def _embed(self) -> Tensor:
+    def _backward(self, index: int) -> Result:
+        hidden, gradient, back = self._hidden(index), self._back(index + 1), self._spare
+        weights = self.blocks.weights(index)
+        recorder = GradientRecorder(watched(self.blocks, weights), weights, self.hessians)
+        with self.blocks.filled(index) as block, recorder.attached(), torch.enable_grad():
+            for batch in self.batches:
+                recorder.next_call(batch.half, *batch.ids.shape)
+                shape = (*batch.ids.shape, hidden.shape[-1])
+                x = hidden[batch.where].view(shape).detach().requires_grad_()
+                out = self.blocks.run(block, x, self._calls[tuple(batch.ids.shape)][index])
+                (at_input,) = torch.autograd.grad(out, x, gradient[batch.where].view(shape))
+                back[batch.where] = at_input.reshape(-1, at_input.shape[-1])
+        return self._keep_gradients(index, back, recorder)
+
+    def _keep_gradients(self, block: int, back: Tensor, recorder: GradientRecorder) -> Result:
+        self._kept.keep("back", {}, {"state": back}, block=block)
+        fields = {name: vars(gradient) for name, gradient in recorder.found.items()}
+        return self._kept.keep("gradient", {}, storing.packed(fields), block=block)
+
+    @torch.no_grad()
+    def _embed(self, scratch: Path, memory: int) -> Tensor:
         hidden: Tensor | None = None
         with self._counting_lookups():
             for batch in self.batches:
                 entered, calls = self.blocks.enter(batch.ids)
                 self._calls.setdefault(tuple(batch.ids.shape), calls)
-                if hidden is None or self._buffers is None:
-                    tokens = self.batches[-1].where.stop
-                    self._buffers = Buffers(self._scratch, tokens, entered.shape[-1], self._memory)
-                    hidden = self._buffers.new()
+                if hidden is None:
+                    buffers = Buffers(scratch, self.batches[-1].where.stop, entered.shape[-1], memory)
+                    hidden, self._spare = buffers.new(), buffers.new()
                 hidden[batch.where] = entered.reshape(-1, entered.shape[-1])
         assert hidden is not None
         return hidden
 
-    def _following(self, hidden: Tensor) -> Tensor:
-        """Where a block's output goes: a buffer of its own if it must be kept for the way back."""
-        assert self._buffers is not None
-        if not self.gradients:
-            return hidden  # a batch is read before it is overwritten
-        self._between.append(hidden)
-        return self._buffers.new()
-
-    def _output_sites(self, hidden: Tensor) -> dict[str, tuple[InputStatistics, list[str]]]:
-        modules = self._output_modules()
+    @torch.no_grad()
+    def _output_sites(self) -> Sites:
+        modules, hidden = self._output_modules(), self._hidden(len(self.blocks))
         recorder = InputRecorder(Watched(modules), self.hessians)
 
         def enough(*_: Any) -> None:
@@ -190,13 +250,12 @@ class Collector:
                 handle.remove()
         return finished(recorder)
 
-    def _from_labels(self, hidden: Tensor, progress: Progress[Any]) -> tuple[Tensor, dict[str, Gradients]]:
+    def _from_labels(self, progress: Progress[Any]) -> Result:
         """The gradient of the loss at the last block's output. One sample at a time: logits are wide."""
-        assert self._buffers is not None
-        modules = self._output_modules()
+        modules, hidden = self._output_modules(), self._hidden(len(self.blocks))
         weights = [weight for weight in self.blocks.outer_weights if weight.name in modules]
         recorder = GradientRecorder(Watched(modules), weights, self.hessians)
-        gradient, generator = self._buffers.new(), torch.Generator().manual_seed(self.seed)
+        gradient, generator = self._spare, torch.Generator().manual_seed(self.seed)
         with recorder.attached(), torch.enable_grad():
             for batch in progress(self.batches, len(self.batches), "statistics, loss"):
                 length = batch.ids.shape[1]
@@ -206,17 +265,7 @@ class Collector:
                     logits = self.blocks.leave(x)
                     (back,) = torch.autograd.grad(logits, x, loss_gradient(logits.detach(), generator))
                     gradient[start : start + length] = back[0]
-        return gradient, recorder.found
-
-    def _at_embeddings(self, gradient: Tensor) -> dict[str, Gradients]:
-        found = {}
-        for weight in self.blocks.outer_weights:
-            if weight.kind == "embedding" and weight.shape[1] == gradient.shape[1]:
-                found[weight.name] = Gradients.of(weight, self.hessians)
-                for batch in self.batches:
-                    g = gradient[batch.where].view(*batch.ids.shape, -1)
-                    found[weight.name].add(g, g.new_ones(*batch.ids.shape, 1), batch.half)
-        return found
+        return self._keep_gradients(len(self.blocks), gradient, recorder)
 
     def _output_modules(self) -> dict[str, nn.Module]:
         """Outer matrices that multiply: an output of its own, or the second role of a tied embedding."""

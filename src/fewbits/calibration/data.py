@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fewbits import texts
 from fewbits.calibration.documents import Document, Documents, documents
 from fewbits.errors import InputError
 
@@ -169,7 +170,7 @@ def _tokenized(shelf: _Shelf, tokenizer: Any) -> Iterator[tuple[int, Document, l
     """(position, document, its ids), without special tokens of the tokenizer's own."""
     entries = iter(shelf.in_order())
     while batch := list(islice(entries, _BATCH)):
-        encoded = tokenizer([document.text for _, document in batch], add_special_tokens=False, verbose=False).input_ids
+        encoded = texts.encoded(tokenizer, [document.text for _, document in batch])
         for (position, document), ids in zip(batch, encoded, strict=True):
             yield position, document, ids
 

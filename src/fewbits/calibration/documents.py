@@ -18,17 +18,16 @@ from itertools import chain
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from fewbits.errors import InputError, MissingError
+from fewbits.calibration.records import BOMB, FIELDS, LONGEST, RATIO, RECORD, bomb, json_array, json_lines, parquet
+from fewbits.errors import InputError
 
 _PIECE = 1_000_000  # characters of plain text in one Document: a longer one comes in pieces, so that no file is held whole
 _SPLIT = "<|endoftext|>"  # alone on a line, or a form feed anywhere: the next document of a plain text begins
 _LINES = {".jsonl", ".ndjson"}
-_FIELDS = ("text", "messages", "conversations")
 _ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
     "model": "assistant", "function_call": "assistant", "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-_RECORD = 'a record is `{"text": "..."}` or `{"messages": [{"role": "user", "content": "..."}, ...]}`'
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Documents(Iterator[Document]):
         kind = _kind(file.path)
         try:
             if kind == ".parquet":
-                yield from self._records(file.name, _parquet(file))
+                yield from self._records(file.name, parquet(file.path, file.name))
             elif file.name == "stdin" and str(file.path) == "-":
                 yield from self._standard_input()
             elif file.found and not _is_text(file.path):
@@ -117,15 +116,15 @@ class Documents(Iterator[Document]):
             ) from failure
 
     def _text_or_records(self, name: str, kind: str, stream: IO[bytes]) -> Iterator[Document]:
-        lines = _decoded(name, stream)
+        lines = _decoded(name, stream, kind in _LINES or kind == ".json")
         if kind in _LINES:
-            yield from self._records(name, _json_lines(name, lines))
+            yield from self._records(name, json_lines(name, lines))
         elif kind == ".json":
             first = next((line for line in lines if line[1].strip()), None)
             if first is not None:
                 array = first[1].lstrip().startswith("[")
                 rest = chain([first], lines)
-                yield from self._records(name, _json_array(name, rest) if array else _json_lines(name, rest))
+                yield from self._records(name, json_array(name, rest) if array else json_lines(name, rest))
         else:
             yield from _plain(name, (text for _, text in lines))
 
@@ -138,34 +137,39 @@ class Documents(Iterator[Document]):
         lines = chain([first], lines)
         try:
             record = json.loads(first[1])
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and any(field in record for field in _FIELDS):
-            yield from self._records("stdin", _json_lines("stdin", lines))
+        if isinstance(record, dict) and any(field in record for field in FIELDS):
+            yield from self._records("stdin", json_lines("stdin", lines))
         else:
             yield from _plain("stdin", (text for _, text in lines))
 
     def _records(self, name: str, records: Iterable[tuple[str, Any]]) -> Iterator[Document]:
         for place, record in records:
-            yield Document(name, self._text(place, record))
+            text = self._text(place, record)
+            try:
+                text.encode()
+            except UnicodeEncodeError as failure:  # JSON can say half of a pair, and no tokenizer takes it
+                raise InputError(f"{place}: character {failure.start} is half of a pair", "leave the record out, or mend it") from failure
+            yield Document(name, text)
 
     def _text(self, place: str, record: Any) -> str:
         if not isinstance(record, dict):
-            raise InputError(f"{place}: a record must be an object, this is {_called(record)}", _RECORD)
-        field = next((field for field in _FIELDS if record.get(field) is not None), None)
+            raise InputError(f"{place}: a record must be an object, this is {_called(record)}", RECORD)
+        field = next((field for field in FIELDS if record.get(field) is not None), None)
         if field is None:
             named = ", ".join(f"`{key}`" for key in list(record)[:6]) or "nothing"
-            raise InputError(f"{place}: neither `text` nor `messages` in the record, which has {named}", _RECORD)
+            raise InputError(f"{place}: neither `text` nor `messages` in the record, which has {named}", RECORD)
         value = record[field]
         if field != "text":
             return self._chat(place, field, value)
         if not isinstance(value, str):
-            raise InputError(f"{place}: `text` must be a string, this is {_called(value)}", _RECORD)
+            raise InputError(f"{place}: `text` must be a string, this is {_called(value)}", RECORD)
         return value
 
     def _chat(self, place: str, field: str, turns: Any) -> str:
         if not isinstance(turns, list) or not turns:
-            raise InputError(f"{place}: `{field}` must be a list of turns, this is {_called(turns)}", _RECORD)
+            raise InputError(f"{place}: `{field}` must be a list of turns, this is {_called(turns)}", RECORD)
         if not getattr(self._tokenizer, "chat_template", None):
             raise InputError(f"{place}: chat messages, but the model has no chat template", "give plain text, or records with a `text`")
         messages = [_message(place, field, number, turn) for number, turn in enumerate(turns, 1)]
@@ -197,9 +201,12 @@ def _is_text(path: Path) -> bool:
     from codecs import getincrementaldecoder
 
     decoder = getincrementaldecoder("utf-8")()
+    seen = 0
     try:
         with _open(path) as stream:
             while block := stream.read(1 << 20):
+                seen += len(block)
+                _check_ratio(path.name, stream, seen)
                 if b"\0" in block:
                     return False
                 decoder.decode(block)
@@ -209,17 +216,34 @@ def _is_text(path: Path) -> bool:
     return True
 
 
-def _decoded(name: str, stream: IO[bytes]) -> Iterator[tuple[int, str]]:
-    """(line number, line); decoded one by one, so that a wrong byte has a line number."""
-    for number, line in enumerate(stream, 1):
-        if number == 1:
-            line = line.removeprefix(BOM_UTF8)
+def _check_ratio(name: str, stream: IO[bytes], seen: int) -> None:
+    """Of what was unpacked so far to what it was packed in: a bomb is known long before it is read."""
+    if isinstance(stream, gzip.GzipFile) and seen > BOMB and seen > RATIO * stream.fileobj.tell():
+        raise bomb(name)
+
+
+def _decoded(name: str, stream: IO[bytes], records: bool = False) -> Iterator[tuple[int, str]]:
+    """(line number, line); decoded one by one, so that a wrong byte has a line number. A line without end comes in pieces, unless it
+    should be a record."""
+    number, seen, due, held = 1, 0, BOMB, b""
+    while line := stream.readline(LONGEST):
+        seen += len(line)
+        if seen > due:
+            _check_ratio(name, stream, seen)
+            due = seen + (1 << 20)
+        ended = line.endswith(b"\n")
+        if records and not ended and len(line) == LONGEST:
+            raise InputError(f"{name}:{number}: a line of more than {LONGEST >> 20} MB", f"one record per line; {RECORD}")
+        line, held = held + (line.removeprefix(BOM_UTF8) if seen == len(line) else line), b""
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as failure:
-            hint = "convert it to UTF-8 (`iconv -f LATIN1 -t UTF-8`), or leave the file out"
-            raise InputError(f"{name}:{number}: not UTF-8 text, byte 0x{line[failure.start]:02x}", hint) from failure
+            if ended or failure.end < len(line) or len(line) < LONGEST:
+                hint = "convert it to UTF-8 (`iconv -f LATIN1 -t UTF-8`), or leave the file out"
+                raise InputError(f"{name}:{number}: not UTF-8 text, byte 0x{line[failure.start]:02x}", hint) from failure
+            text, held = line[: failure.start].decode("utf-8"), line[failure.start :]  # cut in the middle of a character
         yield number, text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
+        number += ended
 
 
 def _plain(name: str, lines: Iterable[str]) -> Iterator[Document]:
@@ -256,86 +280,6 @@ def _parts(lines: Iterable[str]) -> Iterator[str | None]:
             yield from [line] if len(line) <= _PIECE else (line[at : at + _PIECE] for at in range(0, len(line), _PIECE))
 
 
-def _json_lines(name: str, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[str, Any]]:
-    for number, line in lines:
-        if line.strip():
-            place = f"{name}:{number}"
-            try:
-                yield place, json.loads(line)
-            except ValueError as failure:
-                reason = failure.msg if isinstance(failure, json.JSONDecodeError) else str(failure)
-                raise InputError(f"{place}: not JSON: {reason}", f"one record per line; {_RECORD}") from failure
-
-
-def _json_array(name: str, lines: Iterable[tuple[int, str]]) -> Iterator[tuple[str, Any]]:
-    """The elements of one array, parsed one at a time: the text is in memory, the objects are not."""
-    numbered = iter(lines)
-    line, first = next(numbered)
-    text = first + "".join(line for _, line in numbered)
-    decoder = json.JSONDecoder()
-    counted = 0
-
-    def place(where: int) -> str:
-        nonlocal line, counted
-        line, counted = line + text.count("\n", counted, where), where
-        return f"{name}:{line}"
-
-    def wrong(where: int, reason: str) -> InputError:
-        return InputError(f"{place(where)}: not JSON: {reason}", f"an array of records; {_RECORD}")
-
-    where = _after_space(text, text.index("[") + 1)
-    more = not text.startswith("]", where)
-    while more:
-        start = place(where)
-        try:
-            record, where = decoder.raw_decode(text, where)
-        except json.JSONDecodeError as failure:
-            raise wrong(failure.pos, failure.msg) from failure
-        yield start, record
-        where = _after_space(text, where)
-        more = text.startswith(",", where)
-        if more:
-            where = _after_space(text, where + 1)
-        elif not text.startswith("]", where):
-            raise wrong(where, "a comma or `]` is missing")
-    where = _after_space(text, where + 1)
-    if where < len(text):
-        raise wrong(where, "more text after the array")
-
-
-def _after_space(text: str, where: int) -> int:
-    while where < len(text) and text[where].isspace():
-        where += 1
-    return where
-
-
-def _parquet(file: _File) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as failure:
-        raise MissingError(f"`{file.name}` needs pyarrow, which is not installed", "pip install 'fewbits[parquet]'") from failure
-    try:
-        with pyarrow.parquet.ParquetFile(file.path) as table:
-            named = table.schema_arrow.names
-            columns = [field for field in _FIELDS if field in named]
-            if not columns:
-                listed = ", ".join(f"`{name}`" for name in named[:6]) or "none"
-                raise InputError(
-                    f"`{file.name}` has neither a `text` nor a `messages` column, but {listed}", "rename the column that holds text"
-                )
-            row = 0
-            for group in range(table.num_row_groups):
-                for batch in table.iter_batches(batch_size=1024, row_groups=[group], columns=columns):
-                    for record in batch.to_pylist():
-                        row += 1
-                        yield f"{file.name}: row {row}", record
-    except pyarrow.ArrowException as failure:
-        raise InputError(
-            f"`{file.name}` cannot be read as Parquet: {str(failure).splitlines()[0]}", "write or download it again"
-        ) from failure
-
-
 def _message(place: str, field: str, number: int, turn: Any) -> dict[str, Any]:
     """One turn in the form that templates read; the `from` / `value` form of ShareGPT is translated."""
     if isinstance(turn, dict) and "role" in turn and "content" in turn:
@@ -345,7 +289,7 @@ def _message(place: str, field: str, number: int, turn: Any) -> dict[str, Any]:
             known = ", ".join(sorted(_ROLES))
             raise InputError(f"{place}: turn {number} of `{field}` is from `{turn['from']}`", f"known are {known}")
         return {"role": _ROLES[turn["from"]], "content": turn["value"]}
-    raise InputError(f"{place}: turn {number} of `{field}` has no `role` and `content`", _RECORD)
+    raise InputError(f"{place}: turn {number} of `{field}` has no `role` and `content`", RECORD)
 
 
 def _called(value: Any) -> str:

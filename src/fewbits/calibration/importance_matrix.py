@@ -157,9 +157,12 @@ def _read(path: Path) -> dict[str, _Entry]:
 
 
 def _read_gguf(path: Path) -> dict[str, _Entry]:
-    import gguf
+    from fewbits.checkpoints.gguf_file import open_reader
 
-    tensors = {tensor.name: torch.from_numpy(np.array(tensor.data, np.float64)) for tensor in gguf.GGUFReader(path).tensors}
+    found = open_reader(path).tensors
+    if other := next((tensor for tensor in found if tensor.tensor_type.name != "F32"), None):
+        raise ValueError(f"`{other.name}` is stored as {other.tensor_type.name}")
+    tensors = {tensor.name: torch.from_numpy(np.array(tensor.data, np.float64)) for tensor in found}
     names = [name.removesuffix(".in_sum2") for name in tensors if name.endswith(".in_sum2")]
     return {name: _Entry(tensors[f"{name}.in_sum2"], tensors[f"{name}.counts"]) for name in names}
 

@@ -9,20 +9,26 @@ The output matrix comes after the last block, embeddings beside it. Files of two
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
-from functools import cache
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fewbits.calibration import checking
 from fewbits.calibration.histogram import Histogram
 from fewbits.calibration.statistics import InputStatistics, Lookup, WeightStatistics
-from fewbits.checkpoints.folder import read_json
+from fewbits.checkpoints.folder import inside, read_json
 from fewbits.errors import InputError
-from fewbits.files import Staged
+from fewbits.files import Staged, sha256_of
+
+if TYPE_CHECKING:
+    from fewbits.model import Weight
 
 SCHEMA = 1
 ABOUT = "statistics.json"
@@ -36,13 +42,21 @@ class Statistics:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._shapes: dict[str, tuple[int, int]] = {}
         try:
             self.about: dict[str, Any] = dict(read_json(folder / ABOUT, "`fewbits calibrate` writes a folder with statistics.json in it"))
             if self.about["schema"] != SCHEMA:
                 raise InputError(f"`{folder}` has schema {self.about['schema']}, this fewbits reads schema {SCHEMA}", _HINT)
-            self._weights: dict[str, dict[str, Any]] = {str(name): dict(row) for name, row in self.about["weights"].items()}
+            self._weights: dict[str, dict[str, Any]] = {str(name): _row(row) for name, row in self.about["weights"].items()}
+            self.about["runs"] = [_run(run) for run in self.about["runs"]]
+            self.about["model_sha256"] = str(self.about.get("model_sha256", ""))  # of nothing: that of no model
         except (KeyError, TypeError, ValueError, AttributeError) as failure:
             raise InputError(f"`{folder / ABOUT}` is damaged: {failure!r}", _HINT) from failure
+
+    def expect(self, weights: Iterable[Weight]) -> Statistics:
+        """Of these very matrices: what has another width is refused by name when it is asked for."""
+        self._shapes = {weight.name: weight.shape for weight in weights}
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,6 +65,14 @@ class Statistics:
     @property
     def model_sha256(self) -> str:
         return str(self.about["model_sha256"])
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 over all of its files: what was made with these statistics is known by it. A second for every gigabyte or two."""
+        digest = hashlib.sha256()
+        for path in sorted(path for path in self.folder.iterdir() if path.is_file()):
+            digest.update(f"{path.name} {sha256_of(path)}\n".encode())
+        return digest.hexdigest()
 
     def of(self, weight: str) -> WeightStatistics:
         row = self._weights.get(weight)
@@ -61,6 +83,12 @@ class Statistics:
             return WeightStatistics(None)  # an expert that no token was given to
         gradient = self._fields("gradient", row["block"], weight)
         lookup = self._fields("gradient", row["block"], f"{weight}:lookup")
+        for fields in (gradient, lookup):
+            checking.check("gradient", fields, weight, self._shapes.get(weight))
+        if lookup and "usage" not in lookup:
+            raise InputError(f"the statistics of `{weight}` do not say how often each row was looked up", _HINT)
+        if seen is not None and "fisher_square" in gradient and gradient["fisher_square"].shape[1] != seen.cols:
+            raise InputError(f"the statistics of `{weight}` are of two different widths", _HINT)
         return WeightStatistics(
             input=seen,
             sensitivity=gradient.get("sensitivity"),
@@ -72,7 +100,9 @@ class Statistics:
 
     def input(self, weight: str) -> InputStatistics:
         row = self._weights[weight]
-        return input_of(self._fields("input", row["block"], row["site"]))
+        fields = self._fields("input", row["block"], row["site"])
+        checking.check("input", fields, row["site"], self._shapes.get(weight))
+        return input_of(fields)
 
     def site(self, weight: str) -> str | None:
         """The weight whose input this one shares; None: an embedding."""
@@ -89,28 +119,45 @@ class Statistics:
         if not path.is_file():
             return {}
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(inside(self.folder, path), framework="pt") as file:
                 prefix = f"{name}:"
                 keys = [key for key in file.keys() if key.startswith(prefix) and ":" not in key.removeprefix(prefix)]  # noqa: SIM118
-                return {key.removeprefix(prefix): _unpacked(key.rpartition(":")[2], file.get_tensor(key)) for key in keys}
+                return {key.removeprefix(prefix): _unpacked(key, file.get_tensor(key)) for key in keys}
         except (SafetensorError, OSError) as failure:
             raise InputError(f"`{path}` cannot be read: {failure}", _HINT) from failure
+
+
+def _row(row: Any) -> dict[str, Any]:
+    """Where the statistics of a weight lie."""
+    block, site = row["block"], row["site"]
+    if not (isinstance(block, int) and 0 <= block < 100_000 and isinstance(site, str | None)):
+        raise ValueError(f"a weight's statistics lie in block {block!r} at {site!r}")
+    return dict(row)
+
+
+def _run(run: Any) -> dict[str, Any]:
+    counted = {key: int(run[key]) for key in ("samples", "tokens") if key in run}
+    return dict(run) | counted | {"data_sha256": str(run["data_sha256"])}
 
 
 def file_name(kind: str, block: int) -> str:
     return f"{kind}-{block:05}.safetensors"
 
 
-def write(folder: Path, kind: str, block: int, found: Mapping[str, Mapping[str, Tensor | None]]) -> None:
+def save(folder: Path, kind: str, block: int, tensors: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    tensors = {
+    save_file(dict(tensors), folder / file_name(kind, block))
+
+
+def packed(found: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
+    """As a file holds them, by `NAME:FIELD`."""
+    return {
         f"{name}:{field}": _packed(field, tensor)
         for name, fields in found.items()
         for field, tensor in fields.items()
         if tensor is not None
     }
-    save_file(tensors, folder / file_name(kind, block))
 
 
 def input_fields(found: InputStatistics) -> dict[str, Tensor | None]:
@@ -146,14 +193,14 @@ def merge(folders: list[Path], out: Path) -> Statistics:
 
 
 def _merge_files(paths: list[Path], out: Path) -> None:
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     for path in paths:
         if not path.is_file():
             raise InputError(f"`{path}` is missing", "use the same options for all runs")
-    merged = load_file(paths[0])
+    merged = _loaded(paths[0])
     for path in paths[1:]:
-        other = load_file(path)
+        other = _loaded(path)
         if other.keys() != merged.keys():
             raise InputError(f"`{path}` holds other tensors than `{paths[0]}`", "use the same options for all runs")
         histograms = [key.removesuffix("_counts") for key in merged if key.endswith(":histogram_counts")]
@@ -167,7 +214,28 @@ def _merge_files(paths: list[Path], out: Path) -> None:
     save_file(merged, out)
 
 
+def _loaded(path: Path) -> dict[str, Tensor]:
+    """Checked as it is when it is asked for weight by weight: a sum of two runs must not hide what is wrong with one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found: dict[str, Tensor] = load_file(inside(path.parent, path))
+    except (SafetensorError, OSError) as failure:
+        raise InputError(f"`{path}` cannot be read: {failure}", _HINT) from failure
+    groups: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in found.items():
+        name, _, field = key.rpartition(":")
+        groups.setdefault(name, {})[field] = _unpacked(key, tensor)
+    for name, fields in groups.items():
+        if name != "kv":
+            checking.check(path.name.partition("-")[0], fields, name)
+    return found
+
+
 def _joined(field: str, one: Tensor, other: Tensor) -> Tensor:
+    if one.shape[1:] != other.shape[1:] or (field in _SUMS and one.shape != other.shape):
+        raise InputError(f"{field} has {tuple(one.shape)} values in one run and {tuple(other.shape)} in another", _HINT)
     if field in _SUMS:
         return one + other
     if field.endswith("low"):
@@ -191,10 +259,12 @@ def _packed(field: str, tensor: Tensor) -> Tensor:
     return tensor[:, rows, columns].contiguous()
 
 
-def _unpacked(field: str, stored: Tensor) -> Tensor:
-    if field not in _SYMMETRIC:
+def _unpacked(key: str, stored: Tensor) -> Tensor:
+    if key.rpartition(":")[2] not in _SYMMETRIC:
         return stored
-    n = int(((8 * stored.shape[1] + 1) ** 0.5 - 1) / 2)
+    n = (math.isqrt(8 * stored.shape[1] + 1) - 1) // 2 if stored.dim() == 2 else 0
+    if stored.dim() != 2 or stored.shape != (2, n * (n + 1) // 2):
+        raise InputError(f"`{key}` is {tuple(stored.shape)}, which is no pair of triangles", _HINT)
     rows, columns = _triangle(n)
     full = stored.new_zeros(len(stored), n, n)
     full[:, rows, columns] = stored

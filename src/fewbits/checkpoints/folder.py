@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fewbits.checkpoints import limits
 from fewbits.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 _INDEX = "model.safetensors.index.json"
 _CAST = {"F16": "fp16", "BF16": "bf16", "F32": "fp32", "F64": "fp32"}
 _ASSETS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_DAMAGED = "the file is truncated or damaged; fetch it again"
 _POOLING = "1_Pooling/config.json"  # sentence-transformers
 
 
@@ -29,15 +32,16 @@ class Folder:
     def config(self) -> Any:
         from transformers import AutoConfig
 
-        text = read_json(self.path / "config.json", "is this the folder of a model? it should hold config.json and *.safetensors")
+        file = inside(self.path, self.path / "config.json")
+        text = read_json(file, "is this the folder of a model? it should hold config.json and *.safetensors")
         if not isinstance(text, dict) or "model_type" not in text:
-            raise InputError(f"`{self.path / 'config.json'}` names no model_type", "it should be the config.json of a transformers model")
+            raise InputError(f"`{file}` names no model_type", "it should be the config.json of a transformers model")
+        limits.check(text, len(self._shard_of), file)
         try:
             return AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as failure:
-            reason = str(failure).strip().splitlines()[0]
             hint = "is config.json damaged, or the architecture newer than the installed transformers?"
-            raise InputError(f"`{self.path / 'config.json'}` cannot be read: {reason}", hint) from failure
+            raise InputError(f"`{file}` cannot be read: {first_line(failure)}", hint) from failure
 
     def names(self) -> list[str]:
         return list(self._shard_of)
@@ -64,9 +68,9 @@ class Folder:
         for pattern in _ASSETS:
             for file in sorted(self.path.glob(pattern)):
                 if file.name != _INDEX and file.is_file():
-                    shutil.copyfile(file, folder / file.name)
+                    shutil.copyfile(inside(self.path, file), folder / file.name)
         if (pooling := self.path / _POOLING).is_file():  # how an encoder's tokens become one vector
-            shutil.copyfile(pooling, folder / "pooling.json")
+            shutil.copyfile(inside(self.path, pooling), folder / "pooling.json")
 
     def files(self) -> list[Path]:
         shards = sorted(set(self._shard_of.values()))
@@ -81,6 +85,8 @@ class Folder:
 
 def read_text(path: Path, hint: str) -> str:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise InputError(f"`{path}` is not a file", hint)
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"`{path}` is missing", hint) from None
@@ -90,11 +96,31 @@ def read_text(path: Path, hint: str) -> str:
         raise InputError(f"`{path}` is not UTF-8 text", hint) from failure
 
 
-def read_json(path: Path, hint: str) -> Any:
+def read_json(path: Path, hint: str, values: int = limits.VALUES) -> Any:
+    text = read_text(path, hint)
+    if (found := limits.values_in(text)) > values:
+        raise InputError(f"`{path}` holds {found:,} values, more than {values:,}", "no honest file of this kind is so large")
     try:
-        return json.loads(read_text(path, hint))
-    except (json.JSONDecodeError, RecursionError) as failure:
+        return json.loads(text)
+    except (ValueError, RecursionError) as failure:
         raise InputError(f"`{path}` is not valid JSON: {failure}", "the file is damaged; fetch it again") from failure
+
+
+def inside(folder: Path, file: Path) -> Path:
+    """The same file, unless it is a link that leads out of the folder: to somebody's secrets, which would be copied and published. The
+    hub's own cache is made of links, each into the blobs beside its snapshots."""
+    home = folder.resolve()
+    cache = home.parents[1] / "blobs" if len(home.parents) > 1 and home.parent.name == "snapshots" else home
+    found = file.resolve()
+    if not (found.is_relative_to(home) or found.is_relative_to(cache)):
+        raise InputError(f"`{file}` is a link that leads out of its folder", "put a copy in its place if you trust what it leads to")
+    return file
+
+
+def first_line(failure: BaseException) -> str:
+    """What a library says, without its pages of advice."""
+    said = str(failure).strip()
+    return said.splitlines()[0] if said else type(failure).__name__
 
 
 def _shards(path: Path) -> dict[str, str]:
@@ -130,7 +156,33 @@ def _shards(path: Path) -> dict[str, str]:
 def _open_shard(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
+    inside(path.parent, path)
+    if not path.is_file():  # a pipe would be waited for
+        raise InputError(f"`{path}` is not a file", "fetch it again")
+    _check_header(path)
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as failure:
-        raise InputError(f"`{path}` cannot be read: {failure}", "the file is truncated or damaged; fetch it again") from failure
+        raise InputError(f"`{path}` cannot be read: {failure}", _DAMAGED) from failure
+
+
+def _check_header(path: Path) -> None:
+    """Every name once: safetensors takes the last of two, another reader the first. All else it checks itself."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size - 8:
+            raise InputError(f"`{path}` cannot be read: its header of {length:,} bytes goes beyond its end", _DAMAGED)
+        header = file.read(length)
+    if limits.values_in(header.decode("utf-8", "replace")) > limits.VALUES:
+        raise InputError(f"`{path}` cannot be read: its header holds more than {limits.VALUES:,} values", _DAMAGED)
+    try:
+        json.loads(header, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as failure:
+        raise InputError(f"`{path}` cannot be read: its header is not valid: {failure}", _DAMAGED) from failure
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"`{Counter(name for name, _ in pairs).most_common(1)[0][0]}` is there twice")
+    return found

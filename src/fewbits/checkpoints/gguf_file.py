@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import architectures, vocabularies
-from fewbits.checkpoints import gguf_header, gguf_metadata
+from fewbits.checkpoints import gguf_header, gguf_metadata, limits
+from fewbits.checkpoints.folder import first_line
 from fewbits.checkpoints.gguf_header import Field, Header
-from fewbits.errors import InputError
+from fewbits.errors import FewbitsError, InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,11 +45,15 @@ class GgufFile:
 
     @cached_property
     def config(self) -> Any:
+        limits.check(self.fields, len(self._tensors), self.path)
         factors = {name: self._tensors[name].data.tolist() for name in architectures.FACTORS if name in self._tensors}
         try:
             return architectures.config_of(self.fields, self._tensors.keys(), factors)
-        except (KeyError, TypeError, ValueError, ArithmeticError) as failure:
-            raise InputError(f"the metadata of `{self.path}` does not describe a model: {failure!r}", _DAMAGED) from failure
+        except FewbitsError:
+            raise
+        except Exception as failure:  # transformers checks its configs with errors of its own
+            said = f"{type(failure).__name__}: {first_line(failure)}"
+            raise InputError(f"the metadata of `{self.path}` does not describe a model: {said}", _DAMAGED) from failure
 
     def names(self) -> list[str]:
         return [*self._stored, *self._absent]
@@ -81,7 +86,13 @@ class GgufFile:
 
     @cached_property
     def tokenizer(self) -> Any:
-        return vocabularies.to_tokenizer(vocabularies.of_fields(self.fields))
+        try:
+            return vocabularies.to_tokenizer(vocabularies.of_fields(self.fields))
+        except (FewbitsError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as failure:  # a panic in Rust is no Exception
+            said = f"{type(failure).__name__}: {first_line(failure)}"
+            raise InputError(f"the vocabulary of `{self.path}` makes no tokenizer: {said}", _DAMAGED) from failure
 
     def _load(self, name: str, expert: int | None) -> Tensor:
         """Of one expert only its own rows are decoded."""
@@ -135,8 +146,12 @@ class GgufFile:
         import torch
         import transformers
 
-        with torch.device("meta"):
-            return getattr(transformers, architectures.of(self.config).class_name)(self.config)
+        try:
+            with torch.device("meta"):
+                return getattr(transformers, architectures.of(self.config).class_name)(self.config)
+        except Exception as failure:
+            said = f"{type(failure).__name__}: {first_line(failure)}"
+            raise InputError(f"the metadata of `{self.path}` does not describe a model: {said}", _DAMAGED) from failure
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,13 @@ def read(path: Path) -> Header:
     for _ in range(tensor_count):
         info, at = _info(content, at)
         infos.append(info)
-    align = int(fields["general.alignment"].contents()) if "general.alignment" in fields else 32
-    if align < 1 or align & (align - 1):
+    align = fields["general.alignment"].contents() if "general.alignment" in fields else 32
+    if not isinstance(align, int) or align < 1 or align & (align - 1):
         raise ValueError(f"its alignment is {align}")
     start = -(-at // align) * align
-    return Header(fields, tuple(_tensors(np.frombuffer(content, np.uint8), start, infos)))
+    tensors = tuple(_tensors(np.frombuffer(content, np.uint8), start, infos, align))
+    _check_apart(infos, tensors)
+    return Header(fields, tensors)
 
 
 @dataclass(frozen=True)
@@ -98,17 +100,36 @@ def _info(content: memoryview, at: int) -> tuple[_Info, int]:
     if not 1 <= dimensions <= 4:
         raise ValueError(f"`{name}` has {dimensions} dimensions")
     shape = struct.unpack_from(f"<{dimensions}Q", content, at + 4)
+    if not all(shape):
+        raise ValueError(f"`{name}` has the shape {shape}")
     at += 4 + 8 * dimensions
     number, offset = struct.unpack_from("<IQ", content, at)
     return _Info(name, shape, number, offset), at + 12
 
 
-def _tensors(octets: np.ndarray[Any, Any], start: int, infos: list[_Info]) -> Iterator[Tensor]:
+def _check_apart(infos: list[_Info], tensors: tuple[Tensor, ...]) -> None:
+    """Ten thousand names for one megabyte would be 10 GB to whoever loads them, and one name for two tensors two files to two readers."""
+    names: set[str] = set()
+    end, last = 0, ""
+    for info, tensor in sorted(zip(infos, tensors, strict=True), key=lambda both: both[0].offset):
+        if info.name in names:
+            raise ValueError(f"the tensor `{info.name}` is there twice")
+        if info.offset < end:
+            raise ValueError(f"`{info.name}` and `{last}` overlap")
+        names.add(info.name)
+        end, last = info.offset + tensor.n_bytes, info.name
+
+
+def _tensors(octets: np.ndarray[Any, Any], start: int, infos: list[_Info], align: int) -> Iterator[Tensor]:
     import gguf
 
     for info in infos:
         kind = gguf.GGMLQuantizationType(info.type)
+        if kind not in gguf.GGML_QUANT_SIZES:
+            raise ValueError(f"`{info.name}` is of the type {kind.name}, whose size is not known")
         block, size = gguf.GGML_QUANT_SIZES[kind]
+        if info.offset % align:
+            raise ValueError(f"`{info.name}` lies at byte {info.offset}, which is no multiple of {align}")
         rows = info.shape[:0:-1]
         if info.shape[0] % block:
             raise ValueError(f"`{info.name}` has {info.shape[0]} columns, not a whole number of {kind.name}'s blocks")
@@ -140,6 +161,8 @@ def _end(content: memoryview, at: int) -> int:
     if kind == _STRING:
         length_at = struct.Struct("<Q").unpack_from
         for _ in range(count):
+            if at > len(content):  # before it is an address that no processor has
+                raise ValueError("a value goes beyond its end")
             at += 8 + length_at(content, at)[0]
     elif kind in _LETTERS:
         at += count * struct.calcsize(f"<{_LETTERS[kind]}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import activations as activation_rules
-from fewbits import formats, methods, onnx_files, planning
+from fewbits import formats, methods, onnx_files, planning, provenance, runtimes, trial
 from fewbits.checkpoints.folder import read_text
 from fewbits.errors import InputError
 from fewbits.files import Staged, to_json
@@ -69,6 +69,9 @@ def quantize(
     saving.check_output(source, path)
     target = carrying.OnnxFile(source)
     made = _plan(source, target, format, plan, override, method, activations)
+    if not no_verify or calibrating.needs_ranges(made) or calibrating.needs_statistics(made):
+        trial.check(runtimes.get("onnxruntime"), source.path)
+        verifying.session(source.path, source.path)  # what cannot be run is refused before anything is written
     given, judged = _inputs(source, made, [Path(p) for p in data], samples, seed)
     if calibrating.needs_ranges(made):
         made = calibrating.with_ranges(source, made, given, progress)
@@ -82,6 +85,7 @@ def quantize(
     result = QuantizedFile(path, made, work / "plan.json", verdict, how)
     with Staged(work / "results.json") as staged:
         staged.write_text(to_json(result.to_dict()))
+    provenance.record(path)
     return result
 
 
@@ -101,6 +105,9 @@ def verify(
     from fewbits.onnx_files import inputs
 
     given = inputs.gather(source, [Path(p) for p in data], samples, seed)
+    provenance.check(Path(path))
+    for file in (Path(path), source.path):
+        trial.check(runtimes.get("onnxruntime"), file)
     return onnx_files.verify(path, source.path, given, min_cosine, max_error, progress)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "position_ids"}
 _LENGTH = 128  # tokens of a sample at most
+_MOST = 1 << 24  # values of an input that are made up: a picture of 2365 x 2365 pixels in three colours
+_BOMB, _RATIO = 64 << 20, 200  # bytes of arrays that are more than so many times what they were packed in
 _WORDS = 3  # of a paragraph, to be more than a heading
 _SIZES = {"batch": 2, "channel": 3, "height": 64, "width": 64}  # of dimensions that a graph leaves open, by what they are called
 _OTHER_SIZE = 16
@@ -74,7 +78,10 @@ def declarations(model: OnnxModel) -> dict[str, Any]:
 def of_arrays(path: Path, declared: Mapping[str, Any]) -> Iterator[Sample]:
     """Each array has the rank that its input declares, or one more: then the first axis counts samples."""
     try:
+        _check_bomb(path)
         arrays = dict(np.load(path, allow_pickle=False))
+    except InputError:
+        raise
     except Exception as failure:
         raise InputError(f"`{path}` cannot be read as a .npz of arrays: {failure}", "write it with numpy.savez") from failure
     if missing := sorted(set(declared) - set(arrays)):
@@ -91,6 +98,15 @@ def of_arrays(path: Path, declared: Mapping[str, Any]) -> Iterator[Sample]:
         return
     for index in range(counts.pop()):
         yield {name: array[index] for name, array in arrays.items()}
+
+
+def _check_bomb(path: Path) -> None:
+    """Zeros are packed a thousandfold, inputs of a model hardly at all."""
+    with zipfile.ZipFile(path) as file:
+        size = sum(member.file_size for member in file.infolist())
+    if size > max(_BOMB, _RATIO * path.stat().st_size):
+        hint = "do not trust it, or save it with numpy.savez"
+        raise InputError(f"`{path.name}` is more than {_RATIO} times as large as it was packed", hint)
 
 
 def of_text(text: str, tokenizer: Path, declared: Mapping[str, Any], count: int) -> Iterator[Sample]:
@@ -119,6 +135,9 @@ def random(model: OnnxModel, declared: Mapping[str, Any], seed: int) -> Sample:
     sample = {}
     for name, entry in declared.items():
         shape, dtype = [_size(dim) for dim in entry.shape.dim], helper.tensor_dtype_to_np_dtype(entry.elem_type)
+        if not (min(shape, default=0) >= 0 and math.prod(shape) <= _MOST):
+            found = f"the input `{name}` has the shape {' x '.join(map(str, shape))}"
+            raise InputError(f"{found}, more than there is room for", "give inputs as a .npz with `--data`")
         if entry.elem_type == TensorProto.BOOL or "mask" in name:
             sample[name] = np.ones(shape, dtype)
         elif np.issubdtype(dtype, np.integer):

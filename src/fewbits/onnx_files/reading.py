@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 from onnx import external_data_helper, numpy_helper
 
+from fewbits.checkpoints.folder import first_line, inside
 from fewbits.errors import InputError
 from fewbits.onnx_files import finding
 
@@ -20,15 +21,22 @@ if TYPE_CHECKING:
     from fewbits.onnx_files.finding import Found
 
 
+_TWO_SIDES = {"MatMul", "Gemm", "Conv", "Gather"}
+_DAMAGED = "the file is truncated or damaged; fetch it again"
+
+
 class OnnxModel:
     rest: tuple[str, ...] = ()  # nothing beside the weights is named: it is not touched
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.proto = _graph_of(path)
-        if missing := next((name for name in self.beside if not (path.parent / name).is_file()), None):
-            raise InputError(f"`{path.name}` keeps tensors in `{missing}`, which is not there", "copy it beside the .onnx file")
-        self._found = {entry.weight.name: entry for entry in finding.find(self.proto)}
+        _check_nodes(path, self.proto)
+        _check_beside(path, self.beside)
+        try:
+            self._found = {entry.weight.name: entry for entry in finding.find(self.proto)}
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as failure:
+            raise InputError(f"the graph of `{path.name}` contradicts itself: {failure!r}", _DAMAGED) from failure
         if not self._found:
             raise InputError(
                 f"`{path.name}` has no float matrix that MatMul, Gemm, Conv or Gather reads", "is it quantized already? give the float file"
@@ -58,12 +66,12 @@ class OnnxModel:
 
     def array(self, tensor: Any) -> Any:
         """A stored tensor as a numpy array; what lies beside the file is read from there."""
-        if not external_data_helper.uses_external_data(tensor):
-            return numpy_helper.to_array(tensor)
-        own = onnx.TensorProto()
-        own.CopyFrom(tensor)  # so that the graph in memory stays without its values
-        self.fetch(own)
-        return numpy_helper.to_array(own)
+        own = tensor
+        if external_data_helper.uses_external_data(tensor):
+            own = onnx.TensorProto()
+            own.CopyFrom(tensor)  # so that the graph in memory stays without its values
+            self.fetch(own)
+        return array_of(own, self.path)
 
     def fetch(self, tensor: Any) -> None:
         """The bytes of a tensor that lies beside the file, into the tensor."""
@@ -89,6 +97,24 @@ class OnnxModel:
         return _beside(self.proto)
 
 
+def array_of(tensor: Any, path: Path) -> Any:
+    """A tensor whose bytes are at hand; what it says of itself may be wrong in many ways."""
+    if any(size < 0 for size in tensor.dims):
+        raise InputError(f"`{tensor.name}` of `{path.name}` has the shape {tuple(tensor.dims)}", _DAMAGED)
+    try:
+        return numpy_helper.to_array(tensor)
+    except Exception as failure:
+        said = f"`{tensor.name}` of `{path.name}` is not what it says: {first_line(failure)}"
+        raise InputError(said, _DAMAGED) from failure
+
+
+def check_graph(path: Path) -> None:
+    """That a file can be parsed, and keeps its tensors in its folder: what must be known before native code opens it."""
+    proto = _graph_of(path)
+    _check_nodes(path, proto)
+    _check_beside(path, _beside(proto))
+
+
 def size_of(path: Path) -> int:
     """Of the file and of those beside it that hold its tensors."""
     return sum((path.parent / name).stat().st_size for name in [path.name, *_beside(_graph_of(path))])
@@ -100,10 +126,27 @@ def _graph_of(path: Path) -> Any:
     try:
         proto = onnx.load(path, load_external_data=False)
     except Exception as failure:
-        raise InputError(f"`{path}` cannot be read as ONNX: {failure}", "the file is truncated or damaged; fetch it again") from failure
+        raise InputError(f"`{path}` cannot be read as ONNX: {failure}", _DAMAGED) from failure
     if not proto.graph.node:
-        raise InputError(f"`{path}` has no graph in it", "the file is truncated or damaged; fetch it again")
+        raise InputError(f"`{path}` has no graph in it", _DAMAGED)
     return proto
+
+
+def _check_nodes(path: Path, proto: Any) -> None:
+    """What all who walk over a graph count on: an output names a node, and a product has two sides."""
+    for _, graph in finding.graphs(proto):
+        for node in graph.node:
+            if not node.output or (node.op_type in _TWO_SIDES and len(node.input) < 2):
+                raise InputError(f"a {node.op_type} of `{path.name}` has no output, or too few inputs", _DAMAGED)
+
+
+def _check_beside(path: Path, names: frozenset[str]) -> None:
+    """They are there, and in the folder: a file from somewhere must not have ours read."""
+    for name in sorted(names):
+        if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise InputError(f"`{path.name}` keeps tensors outside its folder, in `{name}`", "do not trust this file")
+        if not inside(path.parent, path.parent / name).is_file():
+            raise InputError(f"`{path.name}` keeps tensors in `{name}`, which is not there", "copy it beside the .onnx file")
 
 
 def _beside(proto: Any) -> frozenset[str]:

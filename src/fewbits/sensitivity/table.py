@@ -17,6 +17,7 @@ from fewbits.model import Weight
 
 SCHEMA = 1
 _BLOCK = "block"
+_VALUES = 30_000_000  # of a JSON file: a mixture of 70,000 experts in two dozen formats
 _HINT = "make it anew with `fewbits measure`"
 
 
@@ -96,7 +97,7 @@ class Sensitivity:
 
 
 def read(path: Path) -> Sensitivity:
-    found: Any = read_json(path, "`fewbits measure` writes one")
+    found: Any = read_json(path, "`fewbits measure` writes one", _VALUES)
     try:
         if found["schema"] != SCHEMA:
             raise InputError(f"`{path}` has schema {found['schema']}, this fewbits reads schema {SCHEMA}", _HINT)
@@ -115,7 +116,7 @@ def read(path: Path) -> Sensitivity:
                 activations={name: {key: float(kl) for key, kl in row.items()} for name, row in found["activations"].items()},
             )
         )
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as failure:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as failure:
         raise InputError(f"`{path}` is no table of sensitivities: {failure!r}", _HINT) from failure
 
 
@@ -141,12 +142,14 @@ def _checked(table: Sensitivity) -> Sensitivity:
         raise ValueError("its weights and its rows are not the same")
     for weight in table.weights:
         formats.get(weight.dtype)
-        if not all(isinstance(side, int) and side > 0 for side in weight.shape):
+        if not all(isinstance(side, int) and 0 < side <= 1 << 31 for side in weight.shape):
             raise ValueError(f"`{weight.name}` has the shape {weight.shape}")
     if not all(isinstance(each.overhead, int) and each.overhead >= 0 for each in table.containers.values()):
         raise ValueError("a container's overhead is a number of bytes")
     if not all(math.isfinite(each.factor) and each.factor > 0 for each in table.factors.values()):
         raise ValueError("a factor is finite and above 0")
+    if not all(math.isfinite(kl) for row in (table.kv, *table.activations.values()) for kl in row.values()):
+        raise ValueError("a KL is finite")
     return table
 
 
@@ -154,4 +157,7 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
     numbers = {key: float(row[key]) for key in ("kl", "spread")}
     if not all(math.isfinite(value) and value >= 0 for value in numbers.values()):
         raise ValueError(f"a predicted KL is finite and not below 0, this is {row['kl']}")
-    return Cell(**numbers, method=str(row["method"]), scores=Scores(**{key: float(value) for key, value in row["scores"].items()}))
+    scores = {key: float(value) for key, value in row["scores"].items()}
+    if not all(map(math.isfinite, scores.values())):
+        raise ValueError(f"a score is finite, these are {scores}")
+    return Cell(**numbers, method=str(row["method"]), scores=Scores(**scores))
