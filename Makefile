@@ -42,16 +42,27 @@ test-sanitized:
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Quantize and verify 200 times, in one process and in several: nothing may grow.
+soak: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py
+
+# Readers of files under atheris, native decoders under libFuzzer (apt-get install clang), SECONDS each.
+SECONDS ?= 60
+fuzz: .venv/ready
+	$(PIP) atheris
+	$(MAKE) -C tests/fuzz readers PYTHON=$(CURDIR)/$(BIN)/python SECONDS=$(SECONDS)
+	$(MAKE) -C tests/fuzz decoders SECONDS=$(SECONDS)
+
 lint: .venv/ready
 	$(BIN)/ruff check src tests tools examples
 	$(BIN)/ruff format --check src tests tools examples
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h src/fewbits/kernels/native/*.inc tests/native/*.cc tests/native/*.h)
+	$(BIN)/clang-format --dry-run -Werror $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h src/fewbits/kernels/native/*.inc tests/native/*.cc tests/native/*.h tests/fuzz/*.cc tests/fuzz/*.h)
 
 format: .venv/ready
 	$(BIN)/ruff check --fix src tests tools examples
 	$(BIN)/ruff format src tests tools examples
-	$(BIN)/clang-format -i $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h src/fewbits/kernels/native/*.inc tests/native/*.cc tests/native/*.h)
+	$(BIN)/clang-format -i $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h src/fewbits/kernels/native/*.inc tests/native/*.cc tests/native/*.h tests/fuzz/*.cc tests/fuzz/*.h)
 
 wheel: .venv/ready
 	rm -rf dist

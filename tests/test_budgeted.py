@@ -155,7 +155,7 @@ class TestSize:
     def test_three_commands_make_the_same_file_as_one(self, run: Any, stats: Path, tmp_path: Path) -> None:
         formats = ("--formats", ",".join(FORMATS["gguf"]))
         code, _, err = run("measure", embedded.MODEL, "--stats", stats, "-o", tmp_path / "t.json", "--method", "rtn", *formats, "--quiet")
-        assert code == 0 and not (tmp_path / "t.json.partial").exists(), err
+        assert code == 0 and not (tmp_path / "t.json.work").exists(), err
         code, _, err = run(
             "plan", embedded.MODEL, "--sensitivity", tmp_path / "t.json", "--size", "1.9MB", "-o", tmp_path / "plan.json", "--quiet"
         )
@@ -193,7 +193,8 @@ class TestAccuracy:
         assert told["verdict"]["kl_mean"] == best["verdict"]["kl_mean"] and told["plan"]["bytes"] == best["nbytes"]
         assert max(passed, key=lambda each: each["predicted"]) is best  # more damage allowed, fewer bytes
         work = tmp_path / "model.gguf.work"
-        assert {entry.name for entry in work.iterdir()} == {"artifact", "results.json", "sensitivity.json", "sensitivity.jsonl"}
+        left = {entry.name for entry in work.iterdir()} - {"report.html", "written.json"}
+        assert left == {"artifact", "kept", "results.json", "sensitivity.json"}
         assert [entry.name for entry in tmp_path.iterdir() if entry.name != "model.gguf.work"] == ["model.gguf"]
         assert json.loads((work / "results.json").read_text()) == told
         made = Artifact(work / "artifact")

@@ -304,7 +304,7 @@ def test_json_has_no_number_that_is_not_one() -> None:
     assert json.loads(to_json({"a": float("nan"), "b": [float("inf"), 1.5]}), parse_constant=pytest.fail) == {"a": None, "b": [None, 1.5]}
 
 
-def test_a_terminated_run_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_terminated_run_leaves_nothing_but_finished_weights(tmp_path: Path) -> None:
     words = [
         sys.executable,
         "-m",
@@ -323,16 +323,22 @@ def test_a_terminated_run_leaves_nothing_behind(tmp_path: Path) -> None:
         time.sleep(0.01)
     running.terminate()
     assert running.wait() == 143
-    assert not list(tmp_path.iterdir())
+    work = tmp_path / "t.gguf.work"
+    assert (set(tmp_path.iterdir()) <= {work} and not work.exists()) or list(work.iterdir()) == [work / "kept"]
+    assert all(path.name.startswith("weight-") for path in (work / "kept").glob("*"))
 
 
-def test_a_disk_that_really_fills_up_ends_with_code_3_and_nothing_left(run, tmp_path: Path) -> None:
+def test_a_disk_that_really_fills_up_ends_with_code_3_and_nothing_left(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too small is refused before the work; what fills up meanwhile, without a pre-flight, in the middle of it."""
     disk = tmp_path / "small"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(disk)], capture_output=True, check=False).returncode:
         pytest.skip("mounting a small disk needs root")
     try:
-        for target, name in (("gguf", "q4_k"), ("onnx", "int4_g32")):  # the artifact fits, the file beside it does not
+        code, _, err = run("quantize", embedded.MODEL, "--method", "rtn", "-o", disk / "out.gguf", "--format", "q4_k", "--no-verify")
+        assert code == 3 and "are free" in " ".join(err.split()) and not list(disk.iterdir())
+        monkeypatch.setattr("fewbits.preflight.Preflight.check", lambda _: None)
+        for target, name in (("gguf", "q4_k"), ("onnx", "int4_g32")):  # weights and artifact fit, the file beside them does not
             code, _, err = run(
                 "quantize", embedded.MODEL, "--method", "rtn", "-o", disk / f"out.{target}", "--to", target, "--format", name, "--no-verify"
             )

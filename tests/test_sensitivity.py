@@ -18,6 +18,7 @@ from torch import Tensor
 from fewbits import artifact, calibration, embedded, formats, kernels, methods, model, preparation, sensitivity, targets, texts
 from fewbits.calibration.storing import Statistics
 from fewbits.errors import InputError
+from fewbits.kept import Kept
 from fewbits.model import Model, Weight
 from fewbits.planning.allocation import allocator
 from fewbits.progress import silent
@@ -236,7 +237,7 @@ class TestMeasuring:
     WANTED = ("q4_0", "q8_0")
 
     def measured(self, source: Model, statistics: Statistics, kept: Path | None = None, names: tuple[str, ...] = WANTED) -> Sensitivity:
-        return sensitivity.measure(source, statistics, [formats.get(name) for name in names], "rtn", kept=kept)
+        return sensitivity.measure(source, statistics, [formats.get(name) for name in names], "rtn", kept=Kept(kept) if kept else None)
 
     def test_every_weight_in_every_format_and_as_it_is(self, table: Sensitivity, embedded_model: Model) -> None:
         assert list(table.rows) == [weight.name for weight in embedded_model.weights]
@@ -248,31 +249,30 @@ class TestMeasuring:
     def test_a_run_that_was_cut_short_goes_on(
         self, embedded_model: Model, statistics: Statistics, loaded: list[str], tmp_path: Path
     ) -> None:
-        kept = tmp_path / "rows.jsonl"
-        whole = self.measured(embedded_model, statistics, kept)
-        lines = kept.read_text().splitlines(keepends=True)
-        assert len(lines) == 1 + 29 and loaded == [weight.name for weight in embedded_model.weights]
-        kept.write_text("".join(lines[:20]) + lines[20][:100])
+        whole = self.measured(embedded_model, statistics, tmp_path)
+        rows = {path: path.read_bytes() for path in tmp_path.glob("row-*")}
+        names = [weight.name for weight in embedded_model.weights]
+        assert len(rows) == 29 and loaded == names
+        gone = sorted(rows)[::3]  # in the order of their hashes, which is none
+        for path in gone[1:]:
+            path.unlink()
+        gone[0].write_bytes(rows[gone[0]][:-1])  # cut short
         loaded.clear()
-        assert self.measured(embedded_model, statistics, kept) == whole
-        assert loaded == [weight.name for weight in embedded_model.weights[19:]]  # 19 rows and the settings were whole
-        assert kept.read_text() == "".join(lines)
-        kept.write_text("".join(lines)[:-1])  # all but the end of the last line: it counts, and the next run starts a line of its own
+        assert self.measured(embedded_model, statistics, tmp_path) == whole
+        assert len(loaded) == len(gone) == 10 and loaded == [name for name in names if name in loaded]
+        assert {path: path.read_bytes() for path in tmp_path.glob("row-*")} == rows
         loaded.clear()
-        assert self.measured(embedded_model, statistics, kept) == whole and not loaded
-        assert kept.read_text() == "".join(lines)
+        assert self.measured(embedded_model, statistics, tmp_path) == whole and not loaded
 
     def test_rows_of_other_settings_are_not_mixed_in(
         self, embedded_model: Model, statistics: Statistics, loaded: list[str], tmp_path: Path
     ) -> None:
         few = calibration.collect(embedded_model, calibration.draw(embedded_model, (), 2, 64, 1), tmp_path / "few")
-        kept = tmp_path / "rows.jsonl"
         for known, names in ((statistics, self.WANTED), (few, self.WANTED), (few, ("q8_0",))):
             loaded.clear()
-            found = self.measured(embedded_model, known, kept, names)
+            found = self.measured(embedded_model, known, tmp_path / "kept", names)
             assert found == self.measured(embedded_model, known, None, names) and len(loaded) == 2 * 29
-            assert json.loads(kept.read_text().splitlines()[0])["formats"] == list(names)
-            assert len(kept.read_text().splitlines()) == 30
+        assert len(list((tmp_path / "kept").iterdir())) == 3 * 29
 
     @contextmanager
     def threads(self, count: int) -> Iterator[None]:
@@ -301,7 +301,8 @@ class TestMeasuring:
             with self.threads(count):
                 found.append(self.measured(embedded_model, statistics, tmp_path / str(count)))
                 assert torch.get_num_threads() == count
-        assert found[0] == found[1] and (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
+        rows = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("1", "2")]
+        assert found[0] == found[1] and rows[0] == rows[1] and len(rows[0]) == 29
 
     def test_what_cannot_be_measured_is_refused(self, embedded_model: Model, statistics: Statistics, tmp_path: Path) -> None:
         blind = calibration.collect(embedded_model, calibration.draw(embedded_model, (), 2, 32, 0), tmp_path / "blind", gradients=False)

@@ -14,13 +14,17 @@ from fewbits import registration
 if TYPE_CHECKING:
     from fewbits import formats
     from fewbits.calibration import calibrate
+    from fewbits.capacity.judging import fit
     from fewbits.comparison import compare
     from fewbits.demonstration import demo
+    from fewbits.exporting import export
     from fewbits.generation import run
     from fewbits.inspection import inspect
     from fewbits.measurement import measure
-    from fewbits.pipeline import export, quantize, verify
+    from fewbits.pipeline import quantize
     from fewbits.planning.deciding import plan
+    from fewbits.reporting.page import report
+    from fewbits.verifying import verify
     from fewbits.workbench import Workbench
 
 _HOME = {
@@ -28,16 +32,33 @@ _HOME = {
     "calibrate": "calibration",
     "compare": "comparison",
     "demo": "demonstration",
-    "export": "pipeline",
+    "export": "exporting",
+    "fit": "capacity.judging",
     "inspect": "inspection",
     "measure": "measurement",
     "plan": "planning.deciding",
     "quantize": "pipeline",
+    "report": "reporting.page",
     "run": "generation",
-    "verify": "pipeline",
+    "verify": "verifying",
 }
 
-__all__ = ["Workbench", "calibrate", "compare", "demo", "export", "formats", "inspect", "measure", "plan", "quantize", "run", "verify"]
+__all__ = [
+    "Workbench",
+    "calibrate",
+    "compare",
+    "demo",
+    "export",
+    "fit",
+    "formats",
+    "inspect",
+    "measure",
+    "plan",
+    "quantize",
+    "report",
+    "run",
+    "verify",
+]
 
 
 def __dir__() -> list[str]:

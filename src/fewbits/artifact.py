@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import formats, kernels, manifest, outcomes, planning
-from fewbits.checkpoints.folder import read_json, read_text
+from fewbits.checkpoints import limits
+from fewbits.checkpoints.folder import first_line, inside, read_json, read_text
 from fewbits.errors import InputError
 from fewbits.files import Staged, sha256_of, to_json
 from fewbits.manifest import Manifest, Provenance
@@ -73,16 +74,21 @@ class Artifact:
         """As the source had it: who can load the weights is between config.json and transformers, and another target has its own say."""
         from transformers import AutoConfig
 
+        from fewbits.model import check_fit
+
+        file = self.path / "config.json"
+        limits.check(read_json(file, manifest.HINT), len(self.manifest.shard_of), file)
         try:
             found = AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as failure:
-            raise InputError(f"`{self.path / 'config.json'}` cannot be read: {str(failure).splitlines()[0]}", manifest.HINT) from failure
+            raise InputError(f"`{file}` cannot be read: {first_line(failure)}", manifest.HINT) from failure
         about = getattr(found, "quantization_config", None)
         if about is not None and about.get("quant_method") == manifest.METHOD:
             import torch
 
             del found.quantization_config
             found.dtype = next((getattr(torch, name) for name in about.get("published", {}).values() if name), None)
+        check_fit(found, self.weights, self.rest, self.path)
         return found
 
     @cached_property
@@ -96,7 +102,7 @@ class Artifact:
         own = {manifest.NAME, manifest.INDEX, PLAN, *self.manifest.shards}
         for file in sorted(self.path.iterdir()):
             if file.is_file() and file.name not in own:
-                shutil.copyfile(file, folder / file.name)
+                shutil.copyfile(inside(self.path, file), folder / file.name)
         config = manifest.source_config(read_json(self.path / "config.json", manifest.HINT))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

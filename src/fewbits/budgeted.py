@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from fewbits import formats, planning, rounds, sensitivity
 from fewbits.calibration.storing import Statistics
 from fewbits.drafting import Draft
 from fewbits.errors import InputError
-from fewbits.files import Staged
+from fewbits.files import Staged, remove
 from fewbits.planning import deciding
 from fewbits.planning.allocation import allocator
 from fewbits.rounds import Round
@@ -67,9 +66,7 @@ def measured(maker: Maker, wished: Wishes, method: str, container: bool) -> Sens
     statistics = maker.statistics
     if not isinstance(statistics, Statistics):
         raise InputError("planning needs statistics with gradients", "give `--data`, or `--stats` with a folder of `fewbits calibrate`")
-    table = sensitivity.measure(
-        maker.source, statistics, candidates, method, kept=maker.work / "sensitivity.jsonl", progress=maker.progress
-    )
+    table = sensitivity.measure(maker.source, statistics, candidates, method, kept=maker.kept, progress=maker.progress)
     if container:  # a dry run takes seconds where a graph is traced
         table = with_container(table, maker.source, maker.target)
     table.save(maker.work / TABLE)
@@ -115,7 +112,10 @@ def within_file(table: Sensitivity, source: Model, target: Target, budget: Budge
 def _until_accurate(
     maker: Maker, path: Path, budget: Budget, wished: Wishes, judge: Callable[[Path], Verdict], table: Sensitivity, most_rounds: int
 ) -> Budgeted:
+    """Rounds are not kept themselves. A run that goes on takes the same plans, whose weights and verdicts are there: each round then
+    costs the writing of its file."""
     tried: list[tuple[Made, Decision]] = []
+    _remove_rounds(maker.work)  # of a run that was killed
 
     def attempt(kl: float) -> Round | None:
         try:
@@ -129,8 +129,7 @@ def _until_accurate(
             return None
         number = len(tried) + 1
         file = maker.work / f"round-{number}{maker.target.suffix}"
-        earlier = tried[-1][0].artifact if tried else None
-        made = maker.make(decision.plan, file, f"artifact-{number}", earlier)
+        made = maker.make(decision.plan, file, f"artifact-{number}")
         tried.append((made, decision))
         return Round(decision.plan.kl or 0.0, decision.plan.nbytes, judge(file))
 
@@ -149,11 +148,16 @@ def _kept(maker: Maker, path: Path, tried: list[tuple[Made, Decision]], best: in
 
     made, decision = tried[best]
     with Staged(path, maker.target.marker) as staged:
-        made.path.rename(staged)
+        if made.path.with_name(f"{made.path.name}.data").exists():  # a graph that names the file beside it: written anew
+            maker.target.write(made.artifact, staged, maker.progress)
+        else:
+            made.path.rename(staged)
     with Staged(maker.work / "artifact", "fewbits.json") as staged:
         made.artifact.path.rename(staged)
-    for other, _ in tried:
-        if other is not made:
-            shutil.rmtree(other.artifact.path)
-            shutil.rmtree(other.path) if other.path.is_dir() else other.path.unlink()
+    _remove_rounds(maker.work)
     return replace(made, path=path, artifact=Artifact(maker.work / "artifact")), decision
+
+
+def _remove_rounds(work: Path) -> None:
+    for path in [*work.glob("round-*"), *work.glob("artifact-*")]:
+        remove(path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from fewbits import cli_bench, cli_compare, cli_onnx, cli_plan, cli_run
+from fewbits import cli_bench, cli_compare, cli_fit, cli_onnx, cli_plan, cli_report, cli_run
 from fewbits.cli_options import (
     Bandwidth,
     Calibration,
@@ -18,6 +18,7 @@ from fewbits.cli_options import (
     Data,
     Fits,
     Formats,
+    Fresh,
     HeldOut,
     Json,
     Length,
@@ -58,6 +59,8 @@ app.command()(cli_plan.measure)
 app.command()(cli_plan.plan)
 app.command()(cli_compare.compare)
 app.command()(cli_run.run)
+app.command()(cli_report.report)
+app.command()(cli_fit.fit)
 
 
 @app.callback()
@@ -129,6 +132,7 @@ def quantize(
     max_error: MaxError = None,
     split_size: SplitSize = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Write the file without running it.")] = False,
+    fresh: Fresh = False,
     offline: Offline = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -144,13 +148,13 @@ def quantize(
             model, out, given, as_json, quiet, format=format, plan=plan, override=override or (), method=method, activations=activations,
             data=data or (), samples=samples, seed=seed, min_cosine=min_cosine, max_error=max_error, no_verify=no_verify,
         )  # fmt: skip
-    cli_onnx.refuse_thresholds(min_cosine, max_error)
+    cli_onnx.refuse_max_error(max_error)
     from fewbits.pipeline import quantize as run
     from fewbits.pipeline import size_of
     from fewbits.planning.speeds import parse_bandwidth
-    from fewbits.reporting import plans, terminal
+    from fewbits.reporting import plans, terminal, verdicts
 
-    used = [what for what, own in (("calibrated", data or stats or method == "rtn"), ("judged", data or held_out)) if not own]
+    used = [what for what, own in (("calibrated", data or stats or method == "rtn"), ("judged", data or held_out or no_verify)) if not own]
     if used and not (as_json or quiet):
         _warn_about_default_text(model, " and ".join(used))
     result = run(
@@ -161,8 +165,8 @@ def quantize(
         stats=stats, samples=samples, seed=seed,
         rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv, memory=bytes_of(memory),
         max_kl=max_kl,
-        min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, length=length, tokens=tokens,
-        no_verify=no_verify, offline=offline,
+        min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, min_cosine=min_cosine, length=length, tokens=tokens,
+        no_verify=no_verify, fresh=fresh, offline=offline,
         progress=progress_for(as_json, quiet),
     )  # fmt: skip
     if as_json:
@@ -179,8 +183,9 @@ def quantize(
             least = min(point.kl for point in result.decision.frontier())
             plans.rounds(result.rounds, bool(result.verdict and result.verdict.passed), least)
         if result.verdict:
-            terminal.verdict(result.verdict)
+            verdicts.show(result.verdict)
         terminal.console.print(f"wrote {result.path} ({terminal.size(size_of(result.path))}); artifact and plan.json in {result.artifact}/")
+        terminal.console.print(f"the report: {result.artifact.parent / 'report.html'}")
     raise typer.Exit(0 if result.verdict is None or result.verdict.passed else 1)
 
 
@@ -236,7 +241,7 @@ def formats(as_json: Json = False) -> None:
     for fmt in known.all().values():
         files = (target for target in targets.all().values() if target.runtime != "torch")  # our own artifact carries them all
         carriers = [target.name for target in files if target.accepts(weight, fmt) is None]
-        rows.append((fmt, fmt.bits_per_weight(shape), carriers, kernels.bind(fmt, shape).backend))
+        rows.append((fmt, fmt.bits_per_weight(shape), carriers, kernels.who(fmt, shape)))
     if as_json:
         keys = ("name", "about", "run", "block")
         listed = [
@@ -301,20 +306,20 @@ def verify(
     if against.lower().endswith(".onnx"):
         given = {"--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio, "--length": length}
         cli_onnx.verify(path, against, given, as_json, quiet, data=data or (), min_cosine=min_cosine, max_error=max_error)
-    cli_onnx.refuse_thresholds(min_cosine, max_error)
+    cli_onnx.refuse_max_error(max_error)
     from fewbits.pipeline import verify as run
-    from fewbits.reporting import terminal
+    from fewbits.reporting import verdicts
 
     if not data and not (as_json or quiet):
         _warn_about_default_text(against, "judged")
     verdict = run(
         path, against, data=data or (), runtime=runtime, max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
-        length=length, tokens=tokens, floor=not no_floor, offline=offline, progress=progress_for(as_json, quiet),
+        min_cosine=min_cosine, length=length, tokens=tokens, floor=not no_floor, offline=offline, progress=progress_for(as_json, quiet),
     )  # fmt: skip
     if as_json:
         show_json(verdict.to_dict())
     elif not quiet:
-        terminal.verdict(verdict)
+        verdicts.show(verdict)
     raise typer.Exit(0 if verdict.passed else 1)
 
 

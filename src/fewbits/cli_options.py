@@ -25,22 +25,27 @@ Calibration = Annotated[
 HeldOut = Annotated[list[Path] | None, typer.Option("--held-out", help="Text to judge on. Default: a part of --data that is set aside.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples to calibrate with, at most.")]
 Memory = Annotated[str, typer.Option("--memory", help="For hidden states while calibrating; what is beyond goes to disk.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew, without what an earlier run of this output had finished.")]
 Seed = Annotated[int, typer.Option("--seed", help="Which samples are drawn.")]
 MaxKl = Annotated[float | None, typer.Option("--max-kl", help="Fail above this mean KL divergence.")]
 MinAgreement = Annotated[float | None, typer.Option("--min-agreement", help="Fail below this share of equal top tokens.")]
 MaxPplRatio = Annotated[float | None, typer.Option("--max-ppl-ratio", help="Fail above this perplexity ratio.")]
-MinCosine = Annotated[float | None, typer.Option("--min-cosine", help="Of .onnx files: fail below this mean cosine of an output.")]
+MinCosine = Annotated[float | None, typer.Option("--min-cosine", help="Of encoders and .onnx files: fail below this mean cosine.")]
 MaxError = Annotated[float | None, typer.Option("--max-error", help="Of .onnx files: fail above this relative error of an output.")]
 Size = Annotated[str | None, typer.Option("--size", help="4.5bpw (all weights), 3.2GB (the file), or q4_k_m: llama.cpp's mix so named.")]
 To = Annotated[
     str | None, typer.Option("--to", help="gguf, onnx, onnx-genai, safetensors or fewbits. Default: by the output's name, or gguf.")
 ]
 SplitSize = Annotated[str | None, typer.Option("--split-size", help="GGUF in a folder of files of at most so much, such as 2GB.")]
-Fits = Annotated[str | None, typer.Option("--fits", metavar="DEVICE", help="Memory that weights and KV cache must fit, such as 8GB.")]
+Fits = Annotated[
+    str | None,
+    typer.Option("--fits", metavar="DEVICE", help="Memory that weights and KV cache must fit: 8GB, or a device such as rtx4090."),
+]
 Context = Annotated[int | None, typer.Option("--context", min=1, help="Tokens of context that --fits leaves room for. Default: 4096.")]
 Formats = Annotated[str | None, typer.Option("--formats", help="Formats to choose from, separated by commas.")]
 Override = Annotated[
-    list[str] | None, typer.Option("--override", help="REGEX=FORMAT (or keep) for the weights it matches; >= and <= bound the bits.")
+    list[str] | None,
+    typer.Option("--override", help="REGEX=FORMAT (or keep) for the weights it matches; >= FORMAT: no fewer bits, <= FORMAT: no more."),
 ]
 Strategy = Annotated[str, typer.Option("--strategy", help="solve (the best plan), or threshold (4, 8 or 16 bits), to compare.")]
 Together = Annotated[

@@ -1,8 +1,9 @@
-"""Outputs appear whole or not at all: written under a temporary name beside the destination, then renamed."""
+"""Outputs appear whole or not at all: written under a temporary name beside the destination, flushed to the disk, then renamed."""
 
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import math
@@ -24,6 +25,7 @@ class Staged:
     def __init__(self, path: Path, marker: str | None = None) -> None:
         self.path, self._marker = path, marker
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self._old = self._temporary.with_suffix(".old")
         self._made: list[Path] = []
 
     def __enter__(self) -> Path:
@@ -34,47 +36,96 @@ class Staged:
         try:
             self._made = [p for p in self.path.parents if not p.exists()]
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _remove(self._temporary)
+            self._clean_after_the_dead()
             self._temporary.touch()  # what cannot be written to is said before the work, not after
             self._temporary.unlink()
         except OSError as failure:
             self._clean()
-            if is_full_disk(failure):
-                raise self._full() from failure
-            raise InputError(f"cannot write to `{self.path.parent}`: {failure.strerror}", "choose another `-o`") from failure
+            raise self._full() if is_full_disk(failure) else cannot_write(self.path.parent, failure) from failure
         return self._temporary
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            self._take_the_place()
-            return
+            try:
+                sync(self._temporary)
+                self._take_the_place()
+                sync(self.path.parent, contents=False)
+                return
+            except OSError as failure:
+                error = failure
         self._clean()
         if is_full_disk(error):
             raise self._full() from error
+        if kind is None:
+            raise error
 
     def _take_the_place(self) -> None:
         if not self.path.is_dir():
             self._temporary.replace(self.path)
             return
-        old = self._temporary.with_suffix(".old")  # a folder is not replaced in one step: the old one goes when the new one is there
-        _remove(old)
-        self.path.replace(old)
+        self.path.replace(self._old)  # a folder is not replaced in one step: the old one goes when the new one is there
         try:
             self._temporary.replace(self.path)
         except OSError:
-            old.replace(self.path)
-            self._clean()
+            self._old.replace(self.path)
             raise
-        shutil.rmtree(old)
+        shutil.rmtree(self._old)
+
+    def _clean_after_the_dead(self) -> None:
+        """A process that was killed left its temporary; if it was killed between the two steps of replacing a folder, the old one too."""
+        pattern = f".{glob.escape(self.path.name)}.*"
+        for old in [self._old, *self.path.parent.glob(f"{pattern}.old")]:
+            if old == self._old or not _is_alive(old):
+                if old.exists() and not self.path.exists():
+                    old.replace(self.path)
+                remove(old)
+        for temporary in [self._temporary, *self.path.parent.glob(f"{pattern}.partial")]:
+            if temporary == self._temporary or not _is_alive(temporary):
+                remove(temporary)
 
     def _clean(self) -> None:
-        _remove(self._temporary)
+        remove(self._temporary)
         for folder in self._made:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
     def _full(self) -> MissingError:
-        return MissingError(f"the disk is full: `{self.path}` could not be written", "free some space or choose another `-o`")
+        hint = "free some space and run the same again, or choose another `-o`"
+        return MissingError(f"the disk is full: `{self.path}` could not be written", hint)
+
+
+def sync(path: Path, contents: bool = True) -> None:
+    """On the disk for good, not just in the system's memory: a file, or a folder with everything in it."""
+    if contents and path.is_dir():
+        for inside in path.iterdir():
+            sync(inside)
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def cannot_write(folder: Path, failure: OSError) -> InputError:
+    return InputError(f"cannot write to `{folder}`: {failure.strerror}", "choose another `-o`")
+
+
+def _is_alive(temporary: Path) -> bool:
+    """Does the process whose number is in this temporary's name still run?"""
+    try:
+        os.kill(int(temporary.stem.rpartition(".")[2]), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def sha256_of(path: Path) -> str:
@@ -99,10 +150,3 @@ def is_full_disk(error: BaseException) -> bool:
     """Libraries wrap the system's error in their own, some keeping only its text."""
     text = str(error).lower()
     return getattr(error, "errno", None) in {errno.ENOSPC, errno.EDQUOT} or "no space left" in text or "disk quota" in text
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

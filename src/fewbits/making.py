@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fewbits.artifact import Artifact
     from fewbits.calibration.importance_matrix import ImportanceMatrix
     from fewbits.calibration.storing import Statistics
+    from fewbits.kept import Kept
     from fewbits.model import Model
     from fewbits.planning import Plan
     from fewbits.preparation import Prepared, Text
@@ -36,7 +37,8 @@ class Maker:
     source: Model
     target: Target
     text: Text
-    work: Path  # where statistics and artifacts are kept, for this run and for the next
+    work: Path  # where statistics and artifacts lie, for this run and for the next
+    kept: Kept  # what was finished so far, there too
     progress: Progress[Any]
     stats: str | Path | None = None
     rewrite: str = "none"
@@ -46,10 +48,11 @@ class Maker:
 
     @cached_property
     def statistics(self) -> Statistics | ImportanceMatrix | None:
-        return preparation.statistics_for(self.source, self.stats, self.text.samples, self.memory, self.work / "statistics", self.progress)
+        folder = self.work / "statistics"
+        return preparation.statistics_for(self.source, self.stats, self.text.samples, self.memory, folder, self.kept, self.progress)
 
-    def make(self, plan: Plan, path: Path, name: str = "artifact", earlier: Artifact | None = None) -> Made:
-        """`earlier`: weights that it holds in the very format that the plan asks for are taken from there."""
+    def make(self, plan: Plan, path: Path, name: str = "artifact") -> Made:
+        """Weights that were quantized before as this plan asks for, for another plan or by a run that was killed, are taken as they are."""
         with Staged(path, self.target.marker) as staged:
             ready = preparation.prepare(
                 self.source,
@@ -59,26 +62,29 @@ class Maker:
                 rewrite=self.rewrite,
                 memory=self.memory,
                 work=self.work,
+                kept=self.kept,
                 progress=self.progress,
             )
-            stream = self._stream(ready, None if self.tune else earlier)  # tuned scales are not what a method gives
+            kept = self.kept.of(source=self.source.fingerprint, statistics=preparation.digest(ready.statistics))
+            stream = self._stream(ready, kept)
             seen = artifacts.calibration_hash(ready.statistics)
             artifact = artifacts.write(ready.model, ready.plan, self.work / ("untuned" if self.tune else name), stream, seen)
             if self.tune:
-                artifact = artifacts.write(ready.model, ready.plan, self.work / name, self._tuned(ready, artifact), seen)
+                artifact = artifacts.write(ready.model, ready.plan, self.work / name, self._tuned(ready, artifact, kept), seen)
             self.target.write(artifact, staged, self.progress)
             self.target.check(ready.plan, artifact.weights, staged)
         return Made(path, artifact, ready)
 
-    def _stream(self, ready: Prepared, earlier: Artifact | None) -> outcomes.Stream:
+    def _stream(self, ready: Prepared, kept: Kept) -> outcomes.Stream:
         if not self.sequential:
-            return outcomes.independent(ready.model, ready.plan, ready.statistics, self.progress, earlier)
+            return outcomes.independent(ready.model, ready.plan, ready.statistics, self.progress, kept)
         assert ready.statistics is not None and self.text.samples is not None, "text was drawn for it"
-        return outcomes.sequential(ready.model, ready.plan, ready.statistics, self.text.samples.ids, self.memory, self.progress)
+        return outcomes.sequential(ready.model, ready.plan, ready.statistics, self.text.samples.ids, self.memory, self.progress, kept)
 
-    def _tuned(self, ready: Prepared, untuned: Artifact) -> outcomes.Stream:
+    def _tuned(self, ready: Prepared, untuned: Artifact, kept: Kept) -> outcomes.Stream:
         from fewbits import tuning
 
         assert self.text.samples is not None, "text was drawn for it"
-        known, scratch = outcomes.Stored(untuned), untuned.path.parent
-        return tuning.tuned_outcomes(ready.model, ready.plan, self.text.samples.ids, known, self.memory, self.tune, self.progress, scratch)
+        known, scratch, samples = outcomes.Stored(untuned), untuned.path.parent, self.text.samples.ids
+        kept = kept.of(sequential=self.sequential)
+        return tuning.tuned_outcomes(ready.model, ready.plan, samples, known, self.memory, self.tune, self.progress, scratch, kept)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import budgeted, calibration, preparation, sensitivity, targets
+from fewbits import kept as results
 from fewbits import model as models
 from fewbits.calibration import Paths
 from fewbits.calibration.storing import Statistics
@@ -71,19 +72,19 @@ def measure(
     for name in kv:
         caches.get(name)
     source = models.open(model, offline)
-    statistics = Statistics(Path(stats))
+    statistics = Statistics(Path(stats)).expect(source.weights)
     candidates = budgeted.candidates_for(source, target, tuple(formats))
     windows = preparation.held_out_windows(source, held_out, None, tokens) if probes or kv else []
-    kept = path.with_name(f"{path.name}.partial")
-    table = sensitivity.measure(source, statistics, candidates, method, kept=kept, progress=progress)
-    found: list[Probe] = []
-    if kv:
-        rows = kv_cache.measure(source, list(kv), [min(map(len, windows))], windows, progress)
-        table = replace(table, kv={row.format: row.kl for row in rows})
-    if probes:
-        found = probing.probe(source, statistics, table, probing.spread_out(table, probes), windows, memory, progress)
-        table = replace(table, factors=probing.factors(found))
-    table = budgeted.with_container(table, source, target)
-    table.save(path)
-    kept.unlink(missing_ok=True)
+    with results.opened(path.with_name(f"{path.name}.work")) as kept:  # only until it is done
+        table = sensitivity.measure(source, statistics, candidates, method, kept=kept, progress=progress)
+        found: list[Probe] = []
+        if kv:
+            rows = kv_cache.measure(source, list(kv), [min(map(len, windows))], windows, progress)
+            table = replace(table, kv={row.format: row.kl for row in rows})
+        if probes:
+            found = probing.probe(source, statistics, table, probing.spread_out(table, probes), windows, memory, progress)
+            table = replace(table, factors=probing.factors(found))
+        table = budgeted.with_container(table, source, target)
+        table.save(path)
+        kept.drop_all()
     return Measured(table, path, target.name, tuple(found))

@@ -251,12 +251,20 @@ def load_tokenizer(folder: Path) -> Any:
     if (vocabulary := folder / "tokenizer.json").is_file():
         limits.check_vocabulary(read_json(inside(folder, vocabulary), "copy it from where the model came from", 10_000_000), vocabulary)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return _without_cache(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except BaseException as failure:
         if isinstance(failure, KeyboardInterrupt | SystemExit):
             raise
         hint = "copy tokenizer.json and tokenizer_config.json from where the model came from"  # a panic in Rust is no Exception
         raise InputError(f"`{folder}` has no tokenizer that can be read", hint) from failure
+
+
+def _without_cache(tokenizer: Any) -> Any:
+    """tokenizers 0.23 never gives the cache of a tokenizer that has encoded back, 2 MB each: a process that opens many would grow."""
+    vocabulary: Any = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if vocabulary is not None and hasattr(vocabulary, "_resize_cache"):
+        vocabulary._resize_cache(0)
+    return tokenizer
 
 
 def _finite(tensor: Tensor, name: str) -> Tensor:

@@ -3,31 +3,44 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fewbits import activations as activation_rules
 from fewbits import artifact as artifacts
-from fewbits import budgeted, calibration, formats, manifest, methods, planning, preparation, runtimes, targets, texts, verification
+from fewbits import (
+    budgeted,
+    calibration,
+    embeddings,
+    formats,
+    manifest,
+    methods,
+    planning,
+    preparation,
+    provenance,
+    results,
+    runtimes,
+    texts,
+)
 from fewbits import model as models
 from fewbits import rounds as loop
-from fewbits.artifact import Artifact
 from fewbits.calibration import Paths
 from fewbits.calibration.coverage import Coverage
 from fewbits.checkpoints.folder import read_text
+from fewbits.embeddings import EmbeddingVerdict
 from fewbits.errors import InputError
-from fewbits.files import Staged, to_json
-from fewbits.inspection import tensor_bytes
+from fewbits.exporting import check_target, export, output_path, target_for
+from fewbits.kept import opened
 from fewbits.making import Maker
 from fewbits.planning import deciding, speeds
 from fewbits.planning.deciding import Budget
 from fewbits.planning.wishes import Wishes, listed
-from fewbits.progress import silent
+from fewbits.preflight import Work, preflight
+from fewbits.progress import say, silent
 from fewbits.verification import Thresholds, Verdict
+from fewbits.verifying import TOKENS, bits_per_weight, float_file, size_of, verified, verify
 
 if TYPE_CHECKING:
     from fewbits.making import Made
@@ -35,27 +48,35 @@ if TYPE_CHECKING:
     from fewbits.planning import Plan
     from fewbits.planning.deciding import Decision
     from fewbits.progress import Progress
+    from fewbits.results import Gathered
     from fewbits.rounds import Round
-    from fewbits.runtimes import Runtime
     from fewbits.targets import Target
 
-TOKENS = 16384  # predicted in a verification by default: the interval of the mean KL is then about 3 % wide
+__all__ = [
+    "TOKENS", "Quantized", "bits_per_weight", "export", "float_file", "make_plan", "output_path", "quantize", "size_of", "target_for",
+    "verify",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Quantized:
+    """What `quantize` made, and all that is known of it."""
+
     path: Path
     artifact: Path
     plan: Plan
-    verdict: Verdict | None
+    verdict: Verdict | EmbeddingVerdict | None
     coverage: Coverage | None = None  # how well the calibration text represents use; None: nothing was calibrated
     outcomes: Mapping[str, Any] = field(default_factory=dict)  # by weight: the method used, and the damage on held-out samples
     rewrites: Sequence[Mapping[str, Any]] = ()  # by place: how channels were rescaled, and what it did on held-out samples
     decision: Decision | None = None  # how the plan came about, where a budget was given
     rounds: Sequence[Round] = ()  # every plan that was made and measured on the way to an accuracy
+    gathered: Gathered | None = None  # what only a reader of the result asks for
 
     @classmethod
-    def of(cls, made: Made, verdict: Verdict | None, decision: Decision | None = None, rounds: Sequence[Round] = ()) -> Quantized:
+    def of(
+        cls, made: Made, verdict: Verdict | EmbeddingVerdict | None, decision: Decision | None = None, rounds: Sequence[Round] = ()
+    ) -> Quantized:
         ready, artifact = made.ready, made.artifact
         return cls(made.path, artifact.path, ready.plan, verdict, ready.coverage, artifact.outcomes, ready.rewrites, decision, rounds)
 
@@ -70,7 +91,7 @@ class Quantized:
             "rewrites": list(self.rewrites),
             "decision": self.decision.to_dict() if self.decision else None,
             "rounds": [asdict(each) for each in self.rounds],
-        }
+        } | (self.gathered.to_dict() if self.gathered else {})
 
 
 def quantize(
@@ -106,9 +127,11 @@ def quantize(
     max_kl: float | None = None,
     min_agreement: float | None = None,
     max_ppl_ratio: float | None = None,
+    min_cosine: float | None = None,
     length: int | None = None,
     tokens: int = TOKENS,
     no_verify: bool = False,
+    fresh: bool = False,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Quantized:
@@ -116,8 +139,10 @@ def quantize(
 
     What can be refused is refused before any work. `to` follows from the name of `out` where it is not given. `data` is text to
     calibrate with; what is judged on is `held_out`, or a part of `data` that calibration does not see, or the embedded text.
+    What is finished is kept beside `out`: a run that was killed is gone on with by the same call, unless it is to be `fresh`.
     """
-    target, limits = target_for(Path(out), to, split), Thresholds(max_kl, min_agreement, max_ppl_ratio)
+    asked = dict(locals())  # for the command line that says the same
+    target, limits = target_for(Path(out), to, split), Thresholds(max_kl, min_agreement, max_ppl_ratio, min_cosine)
     path, budget = output_path(Path(out), target), Budget(size, fits, context, limits)
     wished = Wishes(listed(formats), listed(override), listed(together), strategy, kv, min_speed, bandwidth)
     fixed = [given for given in (format, plan, size, fits) if given is not None]
@@ -129,6 +154,7 @@ def quantize(
     if not planned:
         _check_nothing_ignored(wished, plan is not None, activations)
     source = models.open(model, offline)
+    embeddings.check_thresholds(limits, source.config)
     if path.exists() and path.samefile(source.path):
         raise InputError(f"`{path}` is the model itself", "choose another `-o`")
     made = None if planned else make_plan(source, target, format, plan, wished.overrides, method, activations, kv)
@@ -145,23 +171,50 @@ def quantize(
     )
     if not no_verify:
         runtimes.needed(runtimes.get(target.runtime))
+    ahead = preflight(
+        source,
+        target,
+        path,
+        Work(
+            samples=len(text.samples.ids) if text.samples and stats is None else 0,
+            length=max(map(len, text.samples.ids)) if text.samples else texts.window_length(source.config, length),
+            buffer=memory,
+            formats=0 if made else len(budgeted.candidates_for(source, target, wished.formats, wished.overrides)),
+            feedback=method != "rtn",
+            makes=rounds if made is None and budget.by_accuracy else 1,
+            verified=0 if no_verify else tokens,
+        ),
+        made,
+    )
+    ahead.check()
+    say(progress, ahead.line())
     work = path.with_name(f"{path.name}.work")
-    maker = Maker(source, target, text, work, progress, stats, rewrite, sequential, tune, memory)
+    with opened(work, fresh) as kept:
+        maker = Maker(source, target, text, work, kept, progress, stats, rewrite, sequential, tune, memory)
 
-    def judged(file: Path) -> Verdict:
-        return _verify(file, source, text.windows, runtimes.get(target.runtime), limits, True, progress)
+        def judged(file: Path) -> Verdict | EmbeddingVerdict:
+            return verified(file, source, text.windows, runtimes.get(target.runtime), limits, True, progress, kept)
 
-    if made is not None:
-        result = Quantized.of(maker.make(made, path), None if no_verify else judged(path))
-    else:
-        found = budgeted.quantize(maker, path, budget, wished, None if no_verify else judged, method=method, most_rounds=rounds)
-        result = Quantized.of(found.made, found.verdict, found.decision, found.rounds)
-    if result.verdict:
-        for folder in {result.artifact, result.path} if target.marker == manifest.NAME else {result.artifact}:
-            artifacts.add_verdict(folder, result.verdict.to_dict())
-    with Staged(work / "results.json") as staged:
-        staged.write_text(to_json(result.to_dict()))
-    return result
+        if made is not None:
+            done = maker.make(made, path)
+            result = Quantized.of(done, None if no_verify else judged(path))
+        else:
+            by_logits = cast("Callable[[Path], Verdict]", judged)  # an encoder has no budget: see _check_plannable
+            found = budgeted.quantize(maker, path, budget, wished, None if no_verify else by_logits, method=method, most_rounds=rounds)
+            done, result = found.made, Quantized.of(found.made, found.verdict, found.decision, found.rounds)
+        if result.verdict:
+            for folder in {result.artifact, result.path} if target.marker == manifest.NAME else {result.artifact}:
+                artifacts.add_verdict(folder, result.verdict.to_dict())
+        gathered = results.gather(
+            done.ready.model, done.artifact, path, decision=result.decision, statistics=done.ready.statistics,
+            windows=() if no_verify or embeddings.given_by(source.config) else text.windows,
+            commands=results.commands(quantize, asked), memory=memory, progress=progress,
+        )  # fmt: skip
+        result = replace(result, gathered=gathered)
+        results.write(work, result.to_dict())
+        provenance.record(path)
+        kept.forget_unused()
+        return result
 
 
 def _check_nothing_ignored(wished: Wishes, by_plan: bool, activations: str) -> None:
@@ -176,12 +229,14 @@ def _check_nothing_ignored(wished: Wishes, by_plan: bool, activations: str) -> N
 
 
 def _check_plannable(source: Model, target: Target, rewrite: str, activations: str, method: str, blind: bool) -> None:
-    _check_target(target, source.path, source.config, source.tokenizer)
+    check_target(target, source.path, source.config, source.tokenizer)
     methods.get(method)
     if rewrite != "none":
         raise InputError("`--rewrite` goes with `--format`", "a budget chooses formats for the weights as they are")
     if activations != "none":
         raise InputError("`--activations` goes with `--format`", "or make a plan first and edit it")
+    if embeddings.given_by(source.config):
+        raise InputError("a budget is spent by what weights do to logits, and an encoder gives none", "use `--format` or `--plan`")
     if blind:
         raise InputError("an accuracy cannot be met without measuring it", "leave `--no-verify` out, or give a size")
 
@@ -196,7 +251,7 @@ def make_plan(
     activations: str = "none",
     kv: str | None = None,
 ) -> Plan:
-    _check_target(target, source.path, source.config, source.tokenizer)
+    check_target(target, source.path, source.config, source.tokenizer)
     if format is not None:
         activation = activation_rules.parse(activations)
         made = planning.uniform(source.weights, target, formats.get(format), override, method.lower(), activation, kv)
@@ -208,128 +263,3 @@ def make_plan(
     for name in {entry.method for entry in made.entries}:
         methods.get(name)
     return made
-
-
-def export(
-    artifact: Artifact | str | Path, out: str | Path, *, to: str | None = None, split: int | None = None, progress: Progress[Any] = silent
-) -> Path:
-    """One artifact to any target that accepts its formats. `split`: bytes of tensors in each of several GGUF files."""
-    target = target_for(Path(out), to, split)
-    if not isinstance(artifact, Artifact):
-        artifact = Artifact(Path(artifact))
-    path = output_path(Path(out), target)
-    _check_target(target, artifact.path, artifact.config, artifact.tokenizer)
-    planning.checked(artifact.plan, artifact.weights, target)
-    for weight in artifact.weights:
-        fmt = formats.get(artifact.plan[weight.name].format)
-        if why_not := planning.refuses(weight, target, fmt):
-            raise InputError(f"{target.name} cannot hold `{weight.name}` in {fmt.name}: {why_not}", f"quantize with `--to {target.name}`")
-    artifact.check(progress)
-    with Staged(path, target.marker) as staged:
-        target.write(artifact, staged, progress)
-        target.check(artifact.plan, artifact.weights, staged)
-    return path
-
-
-def verify(
-    path: str | Path,
-    against: str | Path | Model,
-    *,
-    data: Paths = (),
-    runtime: str = "auto",
-    max_kl: float | None = None,
-    min_agreement: float | None = None,
-    max_ppl_ratio: float | None = None,
-    length: int | None = None,
-    tokens: int = TOKENS,
-    floor: bool = True,
-    offline: bool = False,
-    progress: Progress[Any] = silent,
-) -> Verdict:
-    """Runs the file itself in the runtime it is meant for, beside the float model in torch."""
-    path, thresholds = Path(path), Thresholds(max_kl, min_agreement, max_ppl_ratio)
-    if not path.exists():
-        raise InputError(f"there is nothing at `{path}`", "give a .gguf, an .onnx, or a folder that fewbits wrote")
-    judge = runtimes.needed(runtimes.for_file(path) if runtime == "auto" else runtimes.get(runtime))
-    if not judge.takes(path):
-        raise InputError(
-            f"{judge.name} does not run files like `{path.name}`", f"leave `--runtime` out: {runtimes.for_file(path).name} does"
-        )
-    source = against if isinstance(against, models.Model) else models.open(against, offline)
-    return _verify(path, source, preparation.held_out_windows(source, data, length, tokens), judge, thresholds, floor, progress)
-
-
-def _verify(
-    path: Path, source: Model, windows: list[texts.Window], judge: Runtime, thresholds: Thresholds, floor: bool, progress: Progress[Any]
-) -> Verdict:
-    from fewbits.runtimes import torch as torch_runtime
-
-    length = max(map(len, windows))
-    with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
-        sessions = {"file": opened.enter_context(closing(judge.open(path, length)))}
-        if floor and (target := _target_of(judge)):
-            file = float_file(source, target, Path(scratch), progress)
-            sessions["floor"] = opened.enter_context(closing(judge.open(file, length)))
-        measured = verification.measure(torch_runtime.of_module(source.module()), sessions, windows, progress)
-    kl_floor = float(sum(measured["floor"].kl) / len(measured["floor"].kl)) if "floor" in measured else None
-    return verification.judge(
-        measured["file"],
-        thresholds,
-        nbytes=size_of(path),
-        bits_per_weight=bits_per_weight(path, source),
-        runtime=judge.name,
-        runtime_version=judge.version(),
-        kl_floor=kl_floor,
-    )
-
-
-def float_file(source: Model, target: Target, folder: Path, progress: Progress[Any]) -> Path:
-    """The unquantized model in the same container: what the runtime itself adds to the error is measured on it."""
-    floor = artifacts.quantize(source, planning.kept(source.weights, target), folder / "float", progress)
-    return export(floor, folder / target.file_name, to=target.name, progress=progress)
-
-
-def bits_per_weight(path: Path, source: Model) -> float:
-    """Of the matrices, as a plan counts them: what lies beside them (norms, biases: float32 in every target) is left out."""
-    elements = sum(rows * cols for rows, cols in (w.shape for w in source.weights))
-    if (path / "genai_config.json").is_file():  # which has rotary tables beside them
-        from fewbits.targets.onnx_genai import reading
-
-        return 8 * reading.weight_bytes(path) / elements
-    rest = sum((4 if path.is_file() else tensor.element_size()) * tensor.numel() for tensor in map(source.tensor, source.rest))
-    return 8 * (tensor_bytes(path) - rest) / elements
-
-
-def size_of(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.iterdir())
-
-
-def target_for(out: Path, to: str | None, split: int | None = None) -> Target:
-    """The one asked for, or the one whose files are called so; a name that contradicts the target is refused."""
-    if split is not None:
-        from fewbits.targets.gguf import Gguf
-
-        if to not in (None, "gguf") or out.suffix:
-            raise InputError("`--split-size` writes a folder of GGUF files", "give `-o` a folder's name and `--to gguf`, or leave it out")
-        return Gguf(split)
-    by_name = next((t for t in targets.all().values() if out.suffix.lower() == Path(t.file_name).suffix), None)
-    target = targets.get(to) if to else by_name or targets.get("gguf")
-    if by_name and by_name != target:
-        raise InputError(f"`{out.name}` is named like a file of {by_name.name}, not of {target.name}", "choose another `-o` or `--to`")
-    return target
-
-
-def output_path(out: Path, target: Target) -> Path:
-    """A file name is taken as it is; anything else is a folder that receives the target's usual file."""
-    if not target.suffix:  # a folder of files that has the name given to it
-        return out
-    return out if out.suffix.lower() == Path(target.file_name).suffix else out / target.file_name
-
-
-def _check_target(target: Target, path: Path, config: Any, tokenizer: Any) -> None:
-    if why_not := target.supports(config, tokenizer):
-        raise InputError(f"{target.name} cannot hold `{path.name}`: {why_not}", f"all targets: {', '.join(targets.all())}")
-
-
-def _target_of(runtime: Runtime) -> Target | None:
-    return next((target for target in targets.all().values() if target.runtime == runtime.name), None)

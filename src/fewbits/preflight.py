@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -67,8 +66,7 @@ class Work:
 class Step:
     name: str
     memory: int  # bytes at the most, beyond the idle process
-    disk: int  # bytes beside the output: kept until the end, or for a while
-    scratch: int  # bytes in the system's folder for temporary files
+    disk: int  # bytes in the work folder and of the output: kept until the end, or for a while
     seconds: float
 
 
@@ -78,8 +76,7 @@ class Preflight:
     folder: str  # that the output goes to
     free_memory: int | None
     free_disk: int | None
-    free_scratch: int | None
-    same_disk: bool  # the temporary files lie on the disk of the output
+    held: int = 0  # bytes that an earlier run has left in the work folder: they are gone on with, or make room
 
     @property
     def memory(self) -> int:
@@ -88,10 +85,6 @@ class Preflight:
     @property
     def disk(self) -> int:
         return sum(step.disk for step in self.steps)
-
-    @property
-    def scratch(self) -> int:
-        return max(step.scratch for step in self.steps)
 
     @property
     def seconds(self) -> float:
@@ -104,26 +97,20 @@ class Preflight:
             raise MissingError(
                 f"{largest.name} needs {_size(self.memory)} of memory, and {_size(self.free_memory)} are free", _LESS_MEMORY[largest.name]
             )
-        needed = self.disk + (self.scratch if self.same_disk else 0)
-        if self.free_disk is not None and needed > self.free_disk:
+        if self.free_disk is not None and self.disk > self.free_disk + self.held:
             raise MissingError(
-                f"the work needs {_size(needed)} on the disk of `{self.folder}`, and {_size(self.free_disk)} are free",
+                f"the work needs {_size(self.disk)} on the disk of `{self.folder}`, and {_size(self.free_disk)} are free",
                 "free some space, choose another `-o`, or calibrate with fewer `--samples`",
-            )
-        if self.free_scratch is not None and self.scratch > self.free_scratch:
-            raise MissingError(
-                f"verifying needs {_size(self.scratch)} for temporary files, and {_size(self.free_scratch)} are free",
-                "set TMPDIR to a folder on a larger disk, or use `--no-verify`",
             )
 
     def line(self) -> str:
         """For a terminal."""
         names = ", ".join(f"{step.name} {_duration(step.seconds)}" for step in self.steps if step.seconds >= 1)
-        needs = f"up to {_size(self.memory)} of memory, {_size(self.disk + self.scratch)} of disk, about {_duration(self.seconds)}"
+        needs = f"up to {_size(self.memory)} of memory, {_size(self.disk)} of disk, about {_duration(self.seconds)}"
         return f"this will need {needs}" + (f" ({names})" if names else "")
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"memory": self.memory, "disk": self.disk, "scratch": self.scratch, "seconds": self.seconds}
+        return asdict(self) | {"memory": self.memory, "disk": self.disk, "seconds": self.seconds}
 
 
 _LESS_MEMORY = {
@@ -148,14 +135,13 @@ def preflight(
         steps.insert(0, _calibrating(sizes, work, rate))
     if work.verified:
         steps.append(_verifying(sizes, work, rate))
-    folder, temporary = _existing(out), Path(tempfile.gettempdir())
+    left = out.with_name(f"{out.name}.work").rglob("*")
     return Preflight(
         steps=tuple(steps),
         folder=str(out.parent),
         free_memory=machine.free_memory(),
-        free_disk=_free(folder),
-        free_scratch=_free(temporary),
-        same_disk=folder.stat().st_dev == temporary.stat().st_dev,
+        free_disk=_free(_existing(out)),
+        held=sum(file.stat().st_size for file in left if file.is_file() and not file.is_symlink()),
     )
 
 
@@ -258,9 +244,7 @@ def _calibrating(sizes: _Sizes, work: Work, rate: float) -> Step:
     multiplied = sizes.multiplied * 3 + sum(
         2 * weight.shape[1] ** 2 * sizes.met(weight) for weight in sizes.weights if weight.kind != "embedding"
     )
-    return Step(
-        "calibrating", memory, _statistics_bytes(sizes, work) + max(0, between - work.buffer), 0, 2 * multiplied * work.tokens / rate
-    )
+    return Step("calibrating", memory, _statistics_bytes(sizes, work) + between, 2 * multiplied * work.tokens / rate)
 
 
 def _statistics_bytes(sizes: _Sizes, work: Work) -> int:
@@ -283,7 +267,7 @@ def _measuring(sizes: _Sizes, work: Work, rate: float) -> Step:
     each = sorted((3 * _FLOAT * _numbers(weight) + 6 * _moments(weight) for weight in sizes.weights), reverse=True)
     multiplied = sum(_MEASURED * weight.shape[1] ** 2 for weight in sizes.weights) * work.formats
     table = 256 * work.formats * len(each)
-    return Step("measuring", 2 * sum(each[:threads]) + _MARGIN, 2 * table, 0, multiplied / rate)
+    return Step("measuring", 2 * sum(each[:threads]) + _MARGIN, 2 * table, multiplied / rate)
 
 
 def _quantizing(sizes: _Sizes, work: Work, rate: float) -> Step:
@@ -294,8 +278,9 @@ def _quantizing(sizes: _Sizes, work: Work, rate: float) -> Step:
     products = _FEEDBACK_PASSES * 2 * squares if work.feedback else 0
     written = sizes.packed + sizes.beside
     seconds = (flat + products) / rate + 3 * written / _DISK_RATE
-    # the artifact and the file of every plan, and the file under its temporary name
-    return Step("quantizing", held + each + _MARGIN, 2 * work.makes * written, 0, work.makes * seconds)
+    # the weights that are kept, the artifact and the file of every plan, and the file under its temporary name
+    disk = 2 * work.makes * written + work.makes * sizes.packed
+    return Step("quantizing", held + each + _MARGIN, disk, work.makes * seconds)
 
 
 def _verifying(sizes: _Sizes, work: Work, rate: float) -> Step:
@@ -305,7 +290,7 @@ def _verifying(sizes: _Sizes, work: Work, rate: float) -> Step:
     making = min(floats, _SHARD + _FLOAT * sizes.largest)
     memory = _FLOAT * sizes.numbers + sizes.packed + floats + max(making, logits + 2 * sizes.session) + _MARGIN + _LIBRARY
     seconds = 3 * 2 * sizes.multiplied * work.verified / rate + 4 * floats / _DISK_RATE + _STARTING
-    return Step("verifying", memory, 0, 2 * floats, work.makes * seconds)
+    return Step("verifying", memory, 2 * floats, work.makes * seconds)
 
 
 def _numbers(weight: Weight) -> int:

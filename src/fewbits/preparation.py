@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,15 +11,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from fewbits import calibration, embedded, formats, methods, planning, texts
 from fewbits.activations import Activation
 from fewbits.calibration import Paths, storing
+from fewbits.calibration.collecting import STEPS
 from fewbits.calibration.coverage import Coverage, coverage
 from fewbits.calibration.data import documents
 from fewbits.calibration.importance_matrix import ImportanceMatrix
 from fewbits.calibration.storing import Statistics
 from fewbits.errors import InputError
+from fewbits.files import sha256_of
+from fewbits.kept import hash_of
+from fewbits.progress import say
 
 if TYPE_CHECKING:
     from fewbits.calibration.data import Samples
     from fewbits.calibration.statistics import WeightStatistics
+    from fewbits.kept import Kept
     from fewbits.model import Model
     from fewbits.planning import Plan
     from fewbits.progress import Progress
@@ -83,7 +89,9 @@ def held_out_windows(source: Model, data: Paths, length: int | None, tokens: int
         text = embedded.verification_text()
     else:
         text = "\n\n".join(document.text for document in documents(calibration.listed(data), source.tokenizer))
-    return texts.windows(text, source.tokenizer, texts.window_length(source.config, length), tokens)
+    windows = texts.windows(text, source.tokenizer, texts.window_length(source.config, length), tokens)
+    texts.check_ids(windows, source.config)
+    return windows
 
 
 def prepare(
@@ -95,6 +103,7 @@ def prepare(
     rewrite: str,
     memory: int,
     work: Path,
+    kept: Kept,
     progress: Progress[Any],
 ) -> Prepared:
     seen = coverage(text.samples, source.tokenizer, text.windows) if text.samples else None
@@ -103,14 +112,10 @@ def prepare(
     model = source
     known: Rescaled | Statistics | ImportanceMatrix | None = statistics
     if name != "none":
-        from fewbits import rewrites
-
         if not isinstance(statistics, Statistics):
             raise InputError(f"{name} needs statistics of every input", "calibrate with `--data`, or leave `--rewrite` out")
         per: Literal["token", "tensor"] = "tensor" if any(a.static for a in plan.activations.values()) else "token"
-        found, rows = rewrites.find_all(
-            source, name, statistics.of, lambda weight: formats.get(plan[weight].format), progress, activations=per
-        )
+        found, rows = _found(source, plan, statistics, name, per, kept, progress)
         model = source.rewritten(found)
         known = Rescaled(statistics, found)
     if _needs_ranges(plan):
@@ -120,12 +125,29 @@ def prepare(
             if text.samples is None:
                 raise InputError("static activations after a rewrite need text to run", "give `--data` instead of `--stats`")
             seen_by = calibration.collect(
-                model, text.samples, work / "ranges", hessians=False, gradients=False, memory=memory, progress=progress
-            )
+                model, text.samples, work / "ranges", hessians=False, gradients=False, memory=memory,
+                kept=kept.of(statistics=digest(known)), progress=progress,
+            )  # fmt: skip
             plan = _ranged(plan, seen_by)
         else:
             plan = _ranged(plan, statistics)
     return Prepared(model, plan, known, seen, tuple(asdict(row) for row in rows))
+
+
+def _found(
+    source: Model, plan: Plan, statistics: Statistics, name: Any, per: Literal["token", "tensor"], kept: Kept, progress: Progress[Any]
+) -> tuple[Rewrite, Sequence[Any]]:
+    """The factors of a rewrite, from the work folder if they are there."""
+    from fewbits import rewrites
+
+    stored = {entry.weight: entry.format for entry in plan.entries}
+    own: dict[str, Any] = {"source": source.fingerprint, "statistics": statistics.digest, "name": name, "per": per, "formats": stored}
+    if done := kept.find("rewrite", **own):
+        rows = [rewrites.Row(**row | {"consumers": tuple(row["consumers"])}) for row in done.values["rows"]]
+        return rewrites.Rewrite.from_tensors(done.tensors), rows
+    found, rows = rewrites.find_all(source, name, statistics.of, lambda weight: formats.get(stored[weight]), progress, activations=per)
+    kept.keep("rewrite", {"rows": [asdict(row) for row in rows]}, found.to_tensors(), **own)
+    return found, rows
 
 
 def _rewrite(asked: str, plan: Plan) -> Any:
@@ -137,24 +159,41 @@ def _rewrite(asked: str, plan: Plan) -> Any:
 
 
 def statistics_for(
-    source: Model, stats: str | Path | None, drawn: Samples | None, memory: int, folder: Path, progress: Progress[Any]
+    source: Model, stats: str | Path | None, drawn: Samples | None, memory: int, folder: Path, kept: Kept, progress: Progress[Any]
 ) -> Statistics | ImportanceMatrix | None:
     """Those given (a folder, or llama.cpp's importance matrix), those of an earlier run over the same model and text, or new ones."""
     if stats is not None and Path(stats).is_file():
         return ImportanceMatrix(Path(stats), source)
     if stats is not None:
-        found = Statistics(Path(stats))
+        found = Statistics(Path(stats)).expect(source.weights)
         if found.model_sha256 != source.fingerprint:
             raise InputError(f"`{stats}` holds statistics of another model", "calibrate this one: leave `--stats` out")
         return found
     if drawn is None:
         return None
-    if (folder / storing.ABOUT).is_file():
-        found = Statistics(folder)
-        same = found.model_sha256 == source.fingerprint and [run["data_sha256"] for run in found.about["runs"]] == [drawn.digest]
-        if same and {weight.name for weight in source.weights} <= set(found.names):  # an older fewbits saw no experts
-            return found
-    return calibration.collect(source, drawn, folder, memory=memory, progress=progress)
+    own: dict[str, Any] = {"source": source.fingerprint, "text": hash_of(drawn.ids)}
+    done = kept.find("statistics", **own)
+    if done is not None and (folder / storing.ABOUT).is_file():
+        with suppress(InputError):  # damaged: made anew
+            found = Statistics(folder)
+            if found.digest == done.values["digest"]:
+                say(progress, "going on: the statistics of this text were there")
+                return found
+    found = calibration.collect(source, drawn, folder, memory=memory, kept=kept, progress=progress)
+    kept.keep("statistics", {"digest": found.digest}, {}, **own)
+    for step in STEPS:  # what is of use is in the folder now
+        kept.drop_step(step)
+    return found
+
+
+def digest(statistics: Rescaled | Statistics | ImportanceMatrix | None) -> str | None:
+    """What codes were fitted to: other statistics give other codes."""
+    if isinstance(statistics, Rescaled):
+        factors = statistics.rewrite.to_tensors()
+        return hash_of([statistics.original.digest, {name: factor.tolist() for name, factor in factors.items()}])
+    if isinstance(statistics, ImportanceMatrix):
+        return sha256_of(statistics.path)
+    return statistics.digest if statistics else None
 
 
 def _needs_ranges(plan: Plan) -> bool:

@@ -19,15 +19,18 @@ import torch
 from torch import Tensor
 
 from fewbits import formats, kernels
+from fewbits import outcomes as kept_outcomes
 from fewbits.calibration.collecting import Batch, Buffers
 from fewbits.calibration.collecting import batches as calibration_batches
 from fewbits.fitting import float16_scale
+from fewbits.kept import hash_of
 from fewbits.progress import silent
 from fewbits.rounding import decode
 
 if TYPE_CHECKING:
     from fewbits.blocks import Blocks, Call
     from fewbits.formats import Format, Grid
+    from fewbits.kept import Kept
     from fewbits.methods import Outcome
     from fewbits.model import Model, Weight
     from fewbits.planning import Plan
@@ -192,11 +195,13 @@ def tuned_outcomes(
     steps: int = STEPS,
     progress: Progress[int] = silent,
     scratch: Path | None = None,
+    kept: Kept | None = None,
 ) -> Iterator[tuple[Weight, Outcome]]:
     """Every weight: those outside of blocks as they are, then block after block, each tuned on what the tuned ones before it give.
 
     `memory` is for hidden states, the float model's and the quantized one's; beyond it they go to files in `scratch`. What is to be
-    said of a block is in the notes of its first weight.
+    said of a block is in the notes of its first weight. `kept`: finished blocks, for the next run to go on from; it takes the hidden
+    states through them once more, which costs what a few of the steps cost.
     """
     from fewbits.blocks import Blocks
 
@@ -205,8 +210,14 @@ def tuned_outcomes(
         walk = _Walk(blocks, samples, Path(folder), memory)
         walk.enter({weight.name: _value(weight, plan, outcomes) for weight in blocks.outer_weights})
         yield from ((weight, outcomes[weight.name]) for weight in blocks.outer_weights)
+        before = hash_of([samples, steps, [(entry.weight, entry.format, entry.method) for entry in plan.entries]])
         for index in progress(range(len(blocks)), len(blocks), "tuning scales"):
             weights = blocks.weights(index)
+            if done := _finished(kept, weights, before):
+                walk.advance_reference(index)
+                walk.advance_quantized(index, {weight.name: _value(weight, plan, done) for weight in weights})
+                yield from ((weight, done[weight.name]) for weight in weights)
+                continue
             quantized = {}
             for weight in weights:
                 fmt = formats.get(plan[weight.name].format)
@@ -218,7 +229,16 @@ def tuned_outcomes(
                 outcome, (fmt, codes, start), grid = outcomes[weight.name], quantized[weight.name], tuned.grids[weight.name]
                 parts = outcome.parts if grid is start else kernels.pack(fmt, codes, grid)
                 notes = tuned.notes if weight is weights[0] else ()
-                yield weight, replace(outcome, parts=parts, notes=(*outcome.notes, *notes))
+                whole = replace(outcome, parts=parts, notes=(*outcome.notes, *notes))
+                if kept:
+                    kept_outcomes.keep(kept, "tuned", whole, weight=weight.name, before=before)
+                yield weight, whole
+
+
+def _finished(kept: Kept | None, weights: Sequence[Weight], before: str) -> dict[str, Outcome] | None:
+    """A block's weights, if all of them are there."""
+    found = {weight.name: kept.find("tuned", weight=weight.name, before=before) if kept else None for weight in weights}
+    return {name: kept_outcomes.restored(result) for name, result in found.items() if result} if all(found.values()) else None
 
 
 class _Walk:

@@ -17,6 +17,7 @@ from fewbits import budgeted, calibration, model, planning, sensitivity
 from fewbits.benchmarks.contest import FLOOR, OURS, PEER, ROUNDING, SPELLED, Contest, Paired, calibrated, paired
 from fewbits.benchmarks.quality import windows_of
 from fewbits.drafting import Draft
+from fewbits.kept import Kept, code_version
 from fewbits.planning import recipes
 from fewbits.planning.allocation import allocator
 from fewbits.progress import silent
@@ -78,8 +79,8 @@ def plans(
     target = contest.target
     candidates = [fmt for fmt in budgeted.candidates_for(source, target, ()) if fmt.levels is None or fmt.name in SPELLED]
     makers = {}
+    kept = Kept(folder / "kept", {"code": code_version()})
     for method in ("rtn", "auto"):
-        kept = folder / f"sensitivity-{method}.jsonl"
         makers[method] = allocator(sensitivity.measure(source, statistics, candidates, method, kept=kept, progress=progress), target)
     made: dict[tuple[str, str], Plan] = {}
     for mix in mixes:

@@ -100,6 +100,7 @@ def all() -> dict[str, Format]:
 
 
 def get(name: str) -> Format:
+    """By its name, in any case."""
     known = all()
     if name.lower() in known:
         return known[name.lower()]

@@ -10,20 +10,19 @@ accumulation.py   how errors add up from block to block
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fewbits.errors import InputError
-from fewbits.progress import silent
+from fewbits.progress import say, silent
 from fewbits.sensitivity.table import Cell, Container, Factor, Scores, Sensitivity, cell_of, read, runtime_block
 
 if TYPE_CHECKING:
     from fewbits.calibration.storing import Statistics
     from fewbits.formats import Format
+    from fewbits.kept import Kept
     from fewbits.model import Model, Weight
     from fewbits.progress import Progress
 
@@ -46,20 +45,27 @@ def measure(
     formats: Sequence[Format],
     method: str = "auto",
     *,
-    kept: Path | None = None,
+    kept: Kept | None = None,
     progress: Progress[Any] = silent,
 ) -> Sensitivity:
-    """Every weight in each of these formats that its shape allows, and in the format it has. `kept`: a file of finished rows, for
-    the next run to go on from."""
+    """Every weight in each of these formats that its shape allows, and in the format it has. `kept`: finished rows, for the next run
+    to go on from."""
     if statistics.model_sha256 != model.fingerprint:
         raise InputError(f"`{statistics.folder}` holds statistics of another model", "calibrate this one first")
     runs, method = tuple(statistics.about["runs"]), method.lower()  # spelt as `methods.get` takes it
-    key = {"model": model.fingerprint, "runs": list(runs), "method": method, "formats": [fmt.name for fmt in formats]}
-    rows = _found(kept, key)
+    rows: dict[str, Row] = {}
+    if kept:
+        versions = {fmt.name: fmt.version for fmt in formats}
+        kept = kept.of(source=model.fingerprint, statistics=statistics.digest, method=method, formats=versions)
+        found = {weight.name: kept.find("row", weight=weight.name) for weight in model.weights}
+        rows = {name: _restored(result.values) for name, result in found.items() if result}
+    if rows:
+        say(progress, f"going on: {len(rows)} of {len(model.weights)} weights were measured")
     missing = [weight for weight in model.weights if weight.name not in rows]
     for name, row in progress(_measured(model, statistics, missing, formats, method), len(missing), "measuring"):
         rows[name] = row
-        _keep(kept, key, name, row)
+        if kept:
+            kept.keep("row", _values(row), {}, weight=name)
     return Sensitivity(
         model=model.path.name,
         model_sha256=model.fingerprint,
@@ -115,35 +121,9 @@ def _row(model: Model, statistics: Statistics, weight: Weight, wanted: Sequence[
     return Row(dict(Predictor(w, known, method).cells(possible)), {name: kl for name, kl in rounded.items() if kl is not None})
 
 
-def _found(kept: Path | None, key: dict[str, Any]) -> dict[str, Row]:
-    """Rows of an earlier run with the same settings; a line cut short by its end does not count."""
-    rows: dict[str, Row] = {}
-    if kept is None or not kept.is_file():
-        return rows
-    lines, whole = kept.read_text().splitlines(keepends=True), 0
-    try:
-        for number, line in enumerate(lines):
-            content = json.loads(line)
-            if number == 0 and content != key:
-                break
-            if number > 0:
-                name, cells, activations = content
-                rows[name] = Row({fmt: cell_of(cell) for fmt, cell in cells.items()}, dict(activations))
-            whole = number + 1
-    except (ValueError, KeyError, TypeError):
-        pass
-    if whole < len(lines) or (lines and not lines[-1].endswith("\n")):
-        lines = [line.rstrip("\n") + "\n" for line in lines]
-        kept.write_text("".join(lines[:whole]))
-    return rows
+def _restored(values: Mapping[str, Any]) -> Row:
+    return Row({fmt: cell_of(cell) for fmt, cell in values["cells"].items()}, dict(values["activations"]))
 
 
-def _keep(kept: Path | None, key: dict[str, Any], name: str, row: Row) -> None:
-    if kept is None:
-        return
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    new = not kept.is_file() or kept.stat().st_size == 0
-    with kept.open("a") as file:
-        if new:
-            file.write(json.dumps(key) + "\n")
-        file.write(json.dumps([name, {fmt: asdict(cell) for fmt, cell in row.cells.items()}, row.activations]) + "\n")
+def _values(row: Row) -> dict[str, Any]:
+    return {"cells": {fmt: asdict(cell) for fmt, cell in row.cells.items()}, "activations": row.activations}
