@@ -83,7 +83,7 @@ class TestBudgets:
             (lambda: Budget(size="4bpw", context=512), "`--context` goes with `--fits`", "--fits 8GB"),
             (lambda: Budget(size="4"), "no unit", "4bpw"),
             (lambda: Budget(fits="fridge"), "no device is named `fridge`", "8GB"),
-            (lambda: Budget(limits=Thresholds(min_agreement=1.5)), "no threshold", "share up to 1"),
+            (lambda: Budget(limits=Thresholds(min_agreement=1.5)), "no threshold", "agreement and cosine go up to 1"),
             (lambda: deciding.predicted_kl(Thresholds(max_ppl_ratio=0.99)), "less perplexity than the float model's", "a ratio of 1"),
             (lambda: decide(table_of(), GGUF, Budget(size="1MB")), "900,000 bytes that `--size 1MB` leaves", "304,224 bytes more"),
             (lambda: decide(table_of(), GGUF, Budget()), "give a budget", "--size 4.5bpw"),

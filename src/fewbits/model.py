@@ -274,7 +274,7 @@ def _finite(tensor: Tensor, name: str) -> Tensor:
     low, high = tensor.aminmax()  # a NaN comes through; one pass, where asking every element takes three
     if float(low) >= -_ABSURD and float(high) <= _ABSURD:
         return tensor
-    place = tuple((~(tensor.abs() <= _ABSURD)).nonzero()[0].tolist())
+    place = tuple((~(tensor.float().abs() <= _ABSURD)).nonzero()[0].tolist())
     where = f"row {place[0]}, column {place[1]}" if len(place) == 2 else f"position {place[0]}" if len(place) == 1 else f"{place}"
     raise InputError(f"`{name}` holds {tensor[place].item():g} at {where}", "the checkpoint is damaged")
 
