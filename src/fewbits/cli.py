@@ -344,6 +344,13 @@ def export(
         terminal.console.print(f"wrote {path} ({terminal.size(size_of(path))})")
 
 
+_AS_READ = [  # by people, in --help
+    "demo", "fit", "quantize", "verify", "run", "export", "report", "inspect", "formats", "compare", "calibrate", "measure", "plan",
+    "doctor",
+]  # fmt: skip
+app.registered_commands.sort(key=lambda command: _AS_READ.index(command.name or command.callback.__name__))  # type: ignore[union-attr]
+
+
 def main() -> NoReturn:
     """Every foreseeable failure ends in a message, a hint and an exit code; what is not foreseen keeps its traceback."""
     from fewbits.files import is_full_disk
