@@ -150,14 +150,15 @@ class Allocator:
             return True
         return entry.method.lower() in (self.table.method, self.table.rows[entry.weight][entry.format].method)
 
-    def frontier(self, points: int = 20) -> list[Point]:
+    @cached_property
+    def frontier_plans(self) -> tuple[Plan, ...]:
         """Sizes at equal steps from the smallest plan to the best in rounded formats: beyond it nothing is left to gain."""
-        most = sum(_best_rounded(choices).nbytes for choices in self.choices)
-        found, free = [], replace(self, min_speed=None)
-        for step in range(points):
-            plan = free.within_bytes(self.least_bytes + (most - self.least_bytes) * step // max(1, points - 1), "")
-            found.append(Point(plan.nbytes, plan.bits_per_weight, plan.kl or 0.0))
-        return found
+        most, free = sum(_best_rounded(choices).nbytes for choices in self.choices), replace(self, min_speed=None)
+        steps = range(_FRONTIER)
+        return tuple(free.within_bytes(self.least_bytes + (most - self.least_bytes) * step // steps[-1], "") for step in steps)
+
+    def frontier(self) -> list[Point]:
+        return [Point(plan.nbytes, plan.bits_per_weight, plan.kl or 0.0) for plan in self.frontier_plans]
 
     def of(self, chosen: Sequence[int], why: str, price: float = 0.0) -> Plan:
         entries = {}
@@ -196,6 +197,7 @@ class Allocator:
         return "rtn" if choice.format.levels is None else self.table.method
 
 
+_FRONTIER = 20  # sizes
 _LARGEST_TOLL = 1e18
 _BISECTIONS = 16
 _LONGEST = 60  # characters of a rule in a reason: the plan lies in the file, and its size is counted before the plan is known

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fewbits import formats, planning
-from fewbits.planning.allocation import Allocator
 
 if TYPE_CHECKING:
     from fewbits.planning import Plan
+    from fewbits.planning.allocation import Allocator
     from fewbits.planning.deciding import Decision
 
 
@@ -49,27 +49,12 @@ class Frontier:
     uniform: tuple[Uniform, ...]
 
 
-@dataclass(frozen=True)
-class _Noting(Allocator):
-    """The frontier hands over points; the plans are noted while it makes them, as each takes a quarter of a second for 200 weights."""
-
-    plans: list[Plan] = field(default_factory=list)
-
-    def within_bytes(self, nbytes: int, why: str) -> Plan:
-        plan = super().within_bytes(nbytes, why)
-        self.plans.append(plan)
-        return plan
-
-
 def of(decision: Decision) -> Frontier:
     whole = decision.allocator
-    noting = _Noting(**{each.name: getattr(whole, each.name) for each in fields(whole)})
-    noting.frontier()
-    plans = noting.plans
     names = tuple(weight.name for weight in whole.table.weights)
     options: list[dict[str, Option]] = [{} for _ in names]
     points = []
-    for plan in plans:
+    for plan in whole.frontier_plans:
         choice = []
         for found, name in zip(options, names, strict=True):
             entry = plan[name]
