@@ -186,7 +186,7 @@ def _in_words(result: Demo) -> str:
         return words
     others = {row.format: row.verdict for row in result.rows if row.target == planned.target and not row.format.endswith("bpw")}
     best, whole = planned.verdict, others.pop("float")
-    peer = min(others, key=lambda name: abs(others[name].bytes - best.bytes))
+    peer = min(others, key=lambda name: (round(abs(others[name].bytes / best.bytes - 1), 2), others[name].kl_mean))  # the best as large
     return (
         f"{words}\nPlanned weight by weight, {size(best.bytes)} of {size(whole.bytes)} keep the float model's choice of the next token in "
         f"{100 * best.top1_agreement:.1f} % of places (KL {best.kl_mean:.4f}); {peer} for all, as large, in "
