@@ -42,7 +42,8 @@ def guarded(path: Path, parse: Callable[[], T]) -> T:
     try:
         return parse()
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as failure:
-        raise InputError(f"`{path}` holds no results of a run: {failure!r}", _HINT) from failure
+        why = f"it has no {failure}" if isinstance(failure, KeyError) else str(failure)
+        raise InputError(f"`{path}` holds no results of a run: {why}", _HINT) from failure
 
 
 def _demo(content: Row) -> Results:
