@@ -169,6 +169,8 @@ def test_the_largest_context_fits_and_the_next_does_not(shape: Shape, use: Use, 
 
 def test_shares_add_up_and_a_smaller_cache_format_leaves_more() -> None:
     memory = hardware.memory(SMOLLM2, 103_527_936, Use(8192))
+    # 30 layers, keys and values of 3 heads of 64 channels, 2 bytes each, for every token
+    assert (memory.weights, memory.kv_cache) == (103_527_936, 30 * 2 * 3 * 64 * 2 * 8192)
     assert memory.total == 103_527_936 + memory.kv_cache + memory.activations + memory.overhead
     assert memory.fits(memory.total)
     assert not memory.fits(memory.total - 1)
