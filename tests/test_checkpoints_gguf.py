@@ -94,7 +94,7 @@ def test_a_gguf_of_any_type_can_be_quantized_again(kind: str, tmp_path: Path) ->
         assert torch.equal(second.parts(weight)["blocks"], rtn.quantize(w, formats.get("q4_0"))["blocks"]), weight.name
     one, two = keys_of(file), keys_of(again)
     changed = {name for name in one | two if one.get(name) != two.get(name)}
-    assert changed == {"general.file_type", "fewbits.source_sha256", "fewbits.source", "fewbits.plan"}
+    assert changed == {"general.file_type", "fewbits.source_sha256", "fewbits.source", "fewbits.plan", "fewbits.plan_sha256"}
 
 
 @pytest.mark.parametrize("name", ONE_EACH)

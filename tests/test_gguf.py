@@ -136,7 +136,7 @@ def test_a_long_text_is_cut_into_batches_without_a_trace(
     made, file = write(embedded_model, "fp32", [], tmp_path)
     tokens = made.tokenizer.encode(TEXT)[:30]
     whole = LLAMA_CPP.open(file, 32).logits(tokens)
-    monkeypatch.setattr(llamacpp, "_BATCH", 7)
+    monkeypatch.setattr(llamacpp, "PART", 7)
     assert rms(LLAMA_CPP.open(file, 32).logits(tokens) - whole) < 1e-3 * rms(whole)
 
 

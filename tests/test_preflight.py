@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from fewbits import formats, model, planning, targets
+from fewbits.benchmarks.synthetic import Shape, write_checkpoint
 from fewbits.errors import MissingError
 from fewbits.preflight import Preflight, Step, Work, preflight
 
@@ -90,10 +91,33 @@ def test_statistics_grow_with_samples_and_what_is_beyond_the_buffer_takes_no_mem
     plain = Work(samples=64, length=512)
     small, large = (preflight(embedded_model, GGUF, out, work).steps[0] for work in (plain, replace(plain, samples=128)))
     assert large.disk > small.disk and large.memory > small.memory and large.seconds == pytest.approx(2 * small.seconds)
-    states = 6 * 64 * 512 * 256 * 4  # between four blocks, before and after them, and the gradient
+    assert small.disk > 6 * 64 * 512 * 256 * 4  # states between four blocks, before and after them, and the gradient: to go on from
+    states = 2 * 64 * 512 * 256 * 4  # that a block reads and gives
     spilt = preflight(embedded_model, GGUF, out, replace(plain, buffer=states // 2)).steps[0]
-    assert spilt.disk == small.disk > states  # which is kept there in any case, to go on from
-    assert small.memory - spilt.memory == states - states // 2
+    assert spilt.disk == small.disk
+    moments = 4 * 2 * (6 * 256**2 + 768**2)  # of two halves, in float32: q, k, v, o, gate and up read 256 columns, down 768
+    assert small.memory - spilt.memory == states + moments - states // 2  # they share the room
+
+
+def test_memory_grows_with_the_width_of_a_model_and_not_with_its_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what llama.cpp holds, which may lay the quantized weights out anew."""
+    monkeypatch.setattr("fewbits.preflight._rate", lambda *_: 1e11)
+    monkeypatch.setattr("fewbits.preflight._SHARD", 0)  # both models would fit into one
+    shapes = {"base": Shape(2, 256, 512, 2048), "deep": Shape(12, 256, 512, 2048), "wide": Shape(2, 512, 1024, 2048)}
+    work = Work(samples=4, length=64, formats=3, verified=256, size="4.5bpw")
+    steps = {}
+    for name, shape in shapes.items():
+        write_checkpoint(tmp_path / name, shape)
+        found = preflight(model.open(tmp_path / name), GGUF, tmp_path / f"{name}.gguf", work)
+        steps[name] = {step.name: step for step in found.steps}
+    packed = 4.5 / 8 * (shapes["deep"].weights - shapes["base"].weights)
+    caches = 2 * 10 * 2 * 256 * 256 * 2  # keys and values in 16 bits, of the file and of the float file: 256 tokens are llama.cpp's least
+    allowed = {"calibrating": 0, "measuring": 0, "quantizing": 0, "verifying": packed + caches}
+    for step, more in allowed.items():
+        base, deep, wide = (steps[name][step] for name in shapes)
+        assert wide.memory > base.memory
+        assert deep.memory <= base.memory + more + 1
+        assert step == "measuring" or deep.disk > 2 * base.disk
 
 
 def test_only_what_is_asked_for_is_counted(embedded_model: model.Model, tmp_path: Path) -> None:

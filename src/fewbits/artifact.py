@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import formats, kernels, manifest, outcomes, planning
+from fewbits.allocator import give_back
 from fewbits.checkpoints import limits
 from fewbits.checkpoints.folder import first_line, inside, read_json, read_text
 from fewbits.errors import InputError
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Artifact", "Provenance", "add_verdict", "calibration_hash", "copy", "quantize", "write"]
 
 PLAN = "plan.json"
-_SHARD_BYTES = 1 << 30
+_SHARD_BYTES = 1 << 28  # held in memory until they are written
 _TYPES = {
     "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
     "F16": "float16", "BF16": "bfloat16", "F32": "float32",
@@ -202,6 +203,7 @@ def write(model: Model, plan: Plan, path: Path, quantized: Stream, calibration: 
             (folder / name).chmod(0o644)  # as the files beside it
             shard_of.update(dict.fromkeys(held, name))
             held.clear()
+            give_back()
 
         def hold(tensors: dict[str, Tensor]) -> None:
             held.update({name: tensor.contiguous() for name, tensor in tensors.items()})
@@ -215,6 +217,7 @@ def write(model: Model, plan: Plan, path: Path, quantized: Stream, calibration: 
             errors[weight.name] = _error(model, plan, weight, outcome.parts)
             if outcome.bias is not None:
                 corrected[f"{weight.name}.bias"] = outcome.bias
+            give_back()
         for name in model.rest:
             hold({name: corrected[name] if name in corrected else model.tensor(name)})
         if held:

@@ -1,28 +1,53 @@
 """A model run one block at a time: the weights of one block in memory, the hidden states between blocks in the caller's hands.
 
 No architecture is named here. The blocks are the module list that holds most of the weights; what a block is called with besides
-the hidden states (masks, rotary angles, a type of attention) is seen by letting the model call stubs in their place.
+the hidden states (masks, rotary angles, a type of attention) is seen by letting the model call stubs in their place. Tables of
+embeddings and the output matrix, as large as a block each, are there while the model is entered or left; experts that together exceed
+a limit, one at a time.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fewbits import stacks
+from fewbits import chains, stacks
+from fewbits.allocator import give_back
 from fewbits.errors import InputError
 from fewbits.model import empty_module
 
 if TYPE_CHECKING:
-    from fewbits.model import Model, Weight
+    from fewbits.model import Weight
 
 Call = dict[str, Any]  # the arguments of one block, hidden states left out
+_FLOAT = 4  # bytes
+
+
+class Source(Protocol):
+    """Where the weights come from: a checkpoint, or an artifact that is decoded as it is read."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def weights(self) -> Sequence[Weight]: ...
+
+    @property
+    def rest(self) -> Sequence[str]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def load(self, weight: Weight) -> Tensor:  # (rows, cols) float32
+        ...
+
+    def tensor(self, name: str) -> Tensor: ...
 
 
 class _Stub(nn.Module):
@@ -35,6 +60,7 @@ class _Stub(nn.Module):
         self.hidden: Tensor | None = None
         self.answer: Tensor | None = None
         self.stop = False
+        self.in_tuple = False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -42,7 +68,7 @@ class _Stub(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_block"][0], name)  # models ask a block for its type of attention
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self._block[0].forward).bind(*args, **kwargs)
         named = dict(bound.arguments)
         extra = named.pop("kwargs", {})
@@ -52,7 +78,7 @@ class _Stub(nn.Module):
             raise _Stopped
         answer = self.hidden if self.answer is None else self.answer
         assert answer is not None
-        return answer
+        return (answer,) if self.in_tuple else answer
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error: the part of the model that was asked for has run
@@ -60,20 +86,34 @@ class _Stopped(Exception):  # noqa: N818 - not an error: the part of the model t
 
 
 class Blocks:
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, model: Source, memory: int | None = None) -> None:
+        """`memory`: bytes that the experts of a block may take together; None: as many as they need."""
+        self.model, self._memory = model, memory
         # pages that are never written take no memory; experts one by one, so that what each is given can be seen
         self.module = empty_module(stacks.looping(model.config)).eval().requires_grad_(False)
         self.path, blocks = _blocks_of(self.module)
         self._blocks = list(blocks)
-        self._stubs = [_Stub(block) for block in self._blocks]
+        self.stubs = [_Stub(block) for block in self._blocks]  # in the places of the blocks
         self._shapes = {name: tensor.shape for name, tensor in self._parameters.items()}
+        self._supplied: dict[str, Callable[[], Tensor]] = {}  # experts of the filled block that are loaded when they are multiplied
         parent, _, attribute = self.path.rpartition(".")
-        setattr(self.module.get_submodule(parent), attribute, nn.ModuleList(self._stubs))
-        self._fill(name for name in self._names() if not name.startswith(f"{self.path}."))
+        setattr(self.module.get_submodule(parent), attribute, nn.ModuleList(self.stubs))
+        self._ends = [weight for weight in self.outer_weights if weight.expert is None and weight.kind != "convolution"]
+        at_the_ends = {weight.parameter for weight in self._ends}
+        self._fill(name for name in self._names() if not name.startswith(f"{self.path}.") and name not in at_the_ends)
+        self._hold([])
+        self.is_chain = chains.is_chain(self)
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def expect_chain(self) -> Blocks:
+        if not self.is_chain:
+            raise InputError(
+                f"the blocks of {type(self.module).__name__} share more than hidden states: they cannot be run one by one",
+                "use `--method rtn`, which needs no calibration",
+            )
+        return self
 
     def prefix(self, index: int) -> str:
         """The path of a block: `model.layers.3`."""
@@ -81,6 +121,11 @@ class Blocks:
 
     def weights(self, index: int) -> list[Weight]:
         return [weight for weight in self.model.weights if weight.name.startswith(f"{self.prefix(index)}.")]
+
+    def own_their_weights(self) -> bool:
+        """Whether no block shares parameters with another."""
+        known = set(self._names())
+        return all(f"{self.prefix(i)}.{name}" in known for i, block in enumerate(self._blocks) for name, _ in block.named_parameters())
 
     @property
     def outer_weights(self) -> list[Weight]:
@@ -101,43 +146,98 @@ class Blocks:
     def put(self, weight: Weight, matrix: Tensor) -> None:  # (rows, cols)
         """This matrix where the weight is, in a block that is filled."""
         parameter = self.parameter(weight)
-        if weight.expert is not None:
+        if weight.name in self._supplied:
+            self._supplied[weight.name] = lambda: matrix
+        elif weight.expert is not None:
             weight.view(parameter.data).copy_(matrix)
         else:  # replaced, not written over: it may be the checkpoint's own memory
             parameter.data = matrix.T.contiguous() if weight.transposed else matrix.reshape(self._shapes[weight.parameter])
 
+    @contextmanager
+    def swapped(self, weights: Sequence[Weight], changed: Mapping[str, Callable[[], Tensor]]) -> Iterator[None]:
+        """Of these weights, in a block that is filled or in none, those that are changed while inside."""
+        before: list[Callable[[], None]] = []
+        try:
+            for weight in (weight for weight in weights if weight.name in changed):
+                before.append(self._restoring(weight))
+                if weight.name in self._supplied:
+                    self._supplied[weight.name] = changed[weight.name]
+                else:
+                    self.put(weight, changed[weight.name]())
+            yield
+        finally:
+            for restore in before:
+                restore()
+
+    def _restoring(self, weight: Weight) -> Callable[[], None]:
+        if (supplied := self._supplied.get(weight.name)) is not None:
+            return lambda: self._supplied.update({weight.name: supplied})
+        parameter = self.parameter(weight)
+        data = parameter.data if weight.expert is None else weight.view(parameter.data).clone()
+        return (lambda: setattr(parameter, "data", data)) if weight.expert is None else (lambda: self.put(weight, data))
+
     def enter(self, ids: Tensor) -> tuple[Tensor, list[Call]]:
         """(hidden states that the first block reads, what each block is called with) for ids (batch, length)."""
-        self._stubs[-1].stop = True
+        self._hold([weight for weight in self._ends if weight.kind != "output"])
+        self.stubs[-1].stop = True
         try:
             self.module(input_ids=ids, use_cache=False)
         except _Stopped:
             pass
         finally:
-            self._stubs[-1].stop = False
-        hidden = self._stubs[0].hidden
+            self.stubs[-1].stop = False
+        hidden = self.stubs[0].hidden
         assert hidden is not None
-        return hidden, [stub.seen for stub in self._stubs]
+        return hidden, [stub.seen for stub in self.stubs]
 
-    def leave(self, hidden: Tensor) -> Tensor:
-        """Logits (batch, length, vocabulary) of what the last block gave."""
-        self._stubs[-1].answer = hidden
+    def leave(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Logits (batch, length, vocabulary) of what the last block gave, or of some of its positions. `ids`: of no consequence."""
+        self._hold([weight for weight in self._ends if weight.kind != "embedding" or weight.tied_to])
+        self.stubs[-1].answer = hidden
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long) if ids is None else ids
         try:
-            logits: Tensor = self.module(input_ids=torch.zeros(hidden.shape[:2], dtype=torch.long), use_cache=False, return_dict=False)[0]
+            logits: Tensor = self.module(input_ids=ids, use_cache=False, return_dict=False)[0]
         finally:
-            self._stubs[-1].answer = None
+            self.stubs[-1].answer = None
         return logits
 
     @contextmanager
-    def filled(self, index: int, model: Model | None = None) -> Iterator[nn.Module]:
-        """The block with its weights, which are let go of afterwards. `model`: take them from there (a quantized one)."""
+    def filled(self, index: int) -> Iterator[nn.Module]:
+        """The block with its weights, which are let go of afterwards."""
+        self._hold([])
         names = [name for name in self._names() if name.startswith(f"{self.prefix(index)}.")]
-        self._fill(names, model)
+        experts = [weight for weight in self.weights(index) if weight.expert is not None]
         try:
-            yield self._blocks[index]
+            with self._supplying(experts) if self._exceeds(experts) else nullcontext():
+                own = {weight.parameter for weight in experts if weight.name in self._supplied}
+                self._fill(name for name in names if name not in own)
+                yield self._blocks[index]
         finally:
             for name in names:
                 self._parameters[name].data = torch.empty(0)
+            give_back()
+
+    def _exceeds(self, experts: Sequence[Weight]) -> bool:
+        return self._memory is not None and _FLOAT * sum(weight.shape[0] * weight.shape[1] for weight in experts) > self._memory
+
+    @contextmanager
+    def _supplying(self, experts: Sequence[Weight]) -> Iterator[None]:
+        """Stacks without values: an expert is loaded for each product with it, and let go of after."""
+        for weight in experts:
+            self._supplied[weight.name] = lambda weight=weight: self.model.load(weight)  # type: ignore[misc]
+            if weight.expert == 0:
+                self._parameters[weight.parameter].data = stacks.hollow(self._shapes[weight.parameter])
+        transposed = {weight.name: weight.transposed for weight in experts}
+
+        def supply(stack: str, expert: int) -> Tensor:
+            matrix = self._supplied[f"{stack}.{expert}"]()
+            return matrix.T.contiguous() if transposed[f"{stack}.{expert}"] else matrix
+
+        try:
+            with stacks.Supplied({weight.parameter: self.parameter(weight) for weight in experts}, supply):
+                yield
+        finally:
+            self._supplied.clear()
 
     def run(self, block: nn.Module, hidden: Tensor, call: Call, cache: Any = None) -> Tensor:
         """One block. `cache` sees the keys and values, as attention will read them, through its `update`."""
@@ -156,18 +256,44 @@ class Blocks:
     def _names(self) -> list[str]:
         return [*dict.fromkeys(weight.parameter for weight in self.model.weights), *self.model.rest]
 
-    def _fill(self, names: Iterable[str], model: Model | None = None) -> None:
-        source = model or self.model
+    @contextmanager
+    def imagined(self) -> Iterator[None]:
+        """Embeddings and output matrix of random numbers that take no memory: each row is the one above it, shifted by one."""
+        ends, self._ends = self._ends, []
+        for weight in ends:
+            rows, cols = self._shapes[weight.parameter]
+            numbers = torch.randn(rows + cols, generator=torch.Generator().manual_seed(0))
+            self._parameters[weight.parameter].data = numbers.as_strided((rows, cols), (1, 1))
+        try:
+            yield
+        finally:
+            self._ends = ends
+            self._hold([])
+
+    def _hold(self, wanted: Sequence[Weight]) -> None:
+        """Of the weights at the ends, the values of these and of no others."""
+        for weight in self._ends:
+            parameter = self._parameters[weight.parameter]
+            is_there = parameter.untyped_storage().data_ptr() != _NOTHING.untyped_storage().data_ptr()
+            if weight in wanted and not is_there:
+                self.put(weight, self.model.load(weight))
+            elif weight not in wanted and is_there:
+                parameter.data = _NOTHING.expand(self._shapes[weight.parameter])
+
+    def _fill(self, names: Iterable[str]) -> None:
         inside: dict[str, list[Weight]] = {}
-        for weight in source.weights:
+        for weight in self.model.weights:
             inside.setdefault(weight.parameter, []).append(weight)
         for name in names:
             for weight in inside.get(name, ()):
                 if weight.expert == 0:
                     self._parameters[name].data = torch.empty(self._shapes[name])
-                self.put(weight, source.load(weight))
+                self.put(weight, self.model.load(weight))
             if name not in inside:
-                self._parameters[name].data = source.tensor(name).float()
+                self._parameters[name].data = self.model.tensor(name).float()
+
+
+_NOTHING = torch.zeros(())  # expanded to a shape, it can be looked up in and takes no memory
 
 
 def _blocks_of(module: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -1,4 +1,7 @@
-"""A file before it is made: what a target asks of an artifact, without packed weights, so that its size is known by a dry run."""
+"""A file before it is made: what a target asks of an artifact, without packed weights, so that its size is known by a dry run.
+
+Where all weights are casts, nothing is missing from it: a float file is written of a draft, without a copy of the model on the disk.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from fewbits import formats
 from fewbits.artifact import Provenance
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fewbits.formats import Parts
     from fewbits.model import Model, Weight
     from fewbits.planning import Plan
 
@@ -42,3 +47,8 @@ class Draft:
 
     def tensor(self, name: str) -> Tensor:
         return self.model.tensor(name)
+
+    def parts(self, weight: Weight) -> Parts:
+        fmt = formats.get(self.plan[weight.name].format)
+        assert fmt.levels is None, "codes are chosen when it is made"
+        return fmt.pack(self.model.load(weight), {})

@@ -1,8 +1,10 @@
 """What the work itself will need on this machine, before it starts: memory, disk and about how long, from shapes and a look at the speed.
 
-Memory and disk are counted from above: every weight as if it had an input of its own, every buffer as if the others were full. Seconds are
-a forecast: operations over the rate that a product of the model's own size reaches here now. Half of that rate is what a forward pass
-reaches (0.53 on the embedded model), and what is not a product is given in operations that would take as long:
+Memory and disk are counted from above: every weight as if it had an input of its own, every buffer as if the others were full. Memory is
+what a process cannot do without: pages of mapped files (checkpoint, statistics, a GGUF) are not counted. It is bounded by the largest
+block, the largest weight and `--memory`, except in a runtime that loads all of a file. Seconds are a forecast: operations over the rate
+that a product of the model's own size reaches here now. Half of that rate is what a forward pass reaches (0.53 on the embedded model),
+and what is not a product is given in operations that would take as long:
 
     calibrating   a forward pass with second moments, then another one and its gradients: 4.9 forward passes by count, 5.5 measured
     measuring     15,000 cols^2 for each weight and format (13,500 on the embedded model, 16,400 on SmolLM2)
@@ -12,6 +14,7 @@ reaches (0.53 on the embedded model), and what is not a product is given in oper
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import time
@@ -24,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits import formats, hardware
 from fewbits.capacity import machine
 from fewbits.errors import InputError, MissingError
+from fewbits.planning import budgets
 
 if TYPE_CHECKING:
     from fewbits.model import Model, Weight
@@ -32,7 +36,10 @@ if TYPE_CHECKING:
 
 _FLOAT, _DOUBLE, _HALF = 4, 8, 2
 _BATCH = 2048  # tokens; calibration/collecting.py
-_SHARD = 1 << 30  # bytes that an artifact holds back before it writes them; artifact.py
+_SHARD = 1 << 28  # bytes that an artifact holds back before it writes them; artifact.py
+_WHOLE = 2048  # columns: second moments up to here are read as squares, wider ones stay mapped; calibration/storing.py
+_INPUTS = 544  # tokens whose rounding is tried while a weight is measured; sensitivity/predicting.py
+_PACKED_APART = 1024  # columns: up to here triangles are packed beside their square; calibration/triangles.py
 _KEPT = 8  # inputs of each sample that are kept as they were; calibration/recording.py
 _MARGIN = 64 << 20  # bytes of memory: what Python, the allocator and threads take on the way
 _LIBRARY = 64 << 20  # bytes of memory: a runtime's own library, loaded when a file is first run in it
@@ -56,6 +63,7 @@ class Work:
     feedback: bool = True  # codes are chosen by error feedback, or by trying both ways
     makes: int = 1  # plans that are made at most: rounds until an accuracy is met
     verified: int = 0  # tokens that the file is judged on; 0: it is not run
+    size: str | None = None  # what `--size` asks for: the weights take no more, whatever the plan will be
 
     @property
     def tokens(self) -> int:
@@ -191,12 +199,29 @@ class _Sizes:
         return max(sum(_moments(weight) for weight in own) for own in self.blocks.values())
 
     @cached_property
+    def packed_apart(self) -> int:
+        """Of these, what is copied once more on its way to the disk."""
+        return max(sum(_moments(weight) // 2 for weight in own if weight.shape[1] <= _PACKED_APART) for own in self.blocks.values())
+
+    @cached_property
+    def block(self) -> int:
+        """Bytes of the largest block in float32, or of what lies at both ends of the model: they are there in turn."""
+        return _FLOAT * max(sum(map(_numbers, own)) for own in self.blocks.values())
+
+    @cached_property
     def packed(self) -> int:
         """Of all weights, in the plan's formats."""
         if self.plan is None:
-            return _HALF * self.numbers
+            return min(_HALF * self.numbers, self._asked)
         entries = self.plan.entries
         return sum(max(entry.nbytes, formats.get(entry.format).nbytes(entry.shape)) for entry in entries)
+
+    @cached_property
+    def _asked(self) -> int:
+        size = budgets.parse_size(self.work.size) if self.work.size else None
+        if isinstance(size, budgets.BitsPerWeight):
+            return math.ceil(size.bits * self.numbers / 8)
+        return size.nbytes if isinstance(size, budgets.FileBytes) else _HALF * self.numbers
 
     @cached_property
     def beside(self) -> int:
@@ -231,16 +256,16 @@ class _Sizes:
 
 
 def _calibrating(sizes: _Sizes, work: Work, rate: float) -> Step:
-    outer = _FLOAT * sum(map(_numbers, sizes.blocks.get("", [])))
-    block = _FLOAT * max(sum(map(_numbers, own)) for own in sizes.blocks.values())
     between = (sizes.layers + 2) * work.tokens * sizes.hidden * _FLOAT
+    states = 2 * work.tokens * sizes.hidden * _FLOAT  # what a block reads and what it gives; the others lie in files
     batch = max(_BATCH, work.length)
     rows = max(sum(sum(weight.shape) for weight in own) for name, own in sizes.blocks.items() if name or len(sizes.blocks) == 1)
     heads = int(getattr(sizes.source.config, "num_attention_heads", 1))
     passing = _FLOAT * batch * (2 * rows + 2 * heads * work.length)  # inputs and outputs with their gradients; scores and theirs
     logits = 6 * _FLOAT * work.length * sizes.vocabulary
     kept = work.samples * max(weight.shape[1] for weight in sizes.weights) * (_FLOAT + _HALF * _KEPT) * 8
-    memory = outer + block + 2 * sizes.moments + min(work.buffer, between) + max(passing, logits) + kept + _MARGIN
+    spilling = min(work.buffer, states + sizes.moments)
+    memory = sizes.block + spilling + sizes.packed_apart + max(passing, logits) + kept + _MARGIN
     multiplied = sizes.multiplied * 3 + sum(
         2 * weight.shape[1] ** 2 * sizes.met(weight) for weight in sizes.weights if weight.kind != "embedding"
     )
@@ -263,16 +288,23 @@ def _statistics_bytes(sizes: _Sizes, work: Work) -> int:
 def _measuring(sizes: _Sizes, work: Work, rate: float) -> Step:
     import torch
 
-    threads = torch.get_num_threads()
-    each = sorted((3 * _FLOAT * _numbers(weight) + 6 * _moments(weight) for weight in sizes.weights), reverse=True)
+    from fewbits.sensitivity import predicting
+
+    threads, method = torch.get_num_threads(), "auto" if work.feedback else "rtn"
+    each = sorted((_FLOAT * (_numbers(w) + 3 * _INPUTS * w.shape[0]) + _opened(w) for w in sizes.weights), reverse=True)
+    hessians = sorted((predicting.held_by(weight.shape[1], method) for weight in sizes.weights), reverse=True)
+    together = min(sum(hessians[:threads]), max(hessians[0], predicting.TOGETHER))
     multiplied = sum(_MEASURED * weight.shape[1] ** 2 for weight in sizes.weights) * work.formats
     table = 256 * work.formats * len(each)
-    return Step("measuring", 2 * sum(each[:threads]) + _MARGIN, 2 * table, multiplied / rate)
+    return Step("measuring", sum(each[:threads]) + together + _MARGIN, 2 * table, multiplied / rate)
 
 
 def _quantizing(sizes: _Sizes, work: Work, rate: float) -> Step:
+    from fewbits.sensitivity import predicting
+
     held = min(sizes.packed + sizes.beside, _SHARD + _FLOAT * sizes.largest)
-    each = max(8 * _FLOAT * _numbers(weight) + (6 * _moments(weight) if work.feedback else 0) for weight in sizes.weights)
+    hessians = [predicting.held_by(w.shape[1], "auto") + _opened(w) if work.feedback else _opened(w) for w in sizes.weights]
+    each = max(8 * _FLOAT * _numbers(weight) + hessian for weight, hessian in zip(sizes.weights, hessians, strict=True))
     flat = sizes.numbers * (_FED_BACK if work.feedback else _ROUNDED)
     squares = sum(_numbers(weight) * weight.shape[1] for weight in sizes.weights if weight.kind != "embedding")
     products = _FEEDBACK_PASSES * 2 * squares if work.feedback else 0
@@ -284,13 +316,21 @@ def _quantizing(sizes: _Sizes, work: Work, rate: float) -> Step:
 
 
 def _verifying(sizes: _Sizes, work: Work, rate: float) -> Step:
-    """The float model in float32 beside the files; one in 16 bits, made for the runtime's own error, and the artifact it is made of."""
+    """The float model block by block beside the files; one in 16 bits, made for the runtime's own error, and the artifact it is made of
+    where the target wants one. llama.cpp maps its files, and may lay the quantized one out anew; other runtimes load all of both."""
     floats = sum(formats.get(weight.dtype).nbytes(weight.shape) for weight in sizes.weights) + sizes.beside
     logits = 8 * _FLOAT * work.length * sizes.vocabulary
-    making = min(floats, _SHARD + _FLOAT * sizes.largest)
-    memory = _FLOAT * sizes.numbers + sizes.packed + floats + max(making, logits + 2 * sizes.session) + _MARGIN + _LIBRARY
+    making = min(floats, 3 * _FLOAT * sizes.largest if sizes.target.takes_drafts else _SHARD + 3 * _FLOAT * sizes.largest)
+    states = min(work.buffer, 2 * work.verified * sizes.hidden * _FLOAT)
+    loaded = {"llama.cpp": sizes.packed, "torch": sizes.block}.get(sizes.target.runtime, sizes.packed + floats)
+    memory = loaded + max(making, sizes.block + states + logits + 2 * sizes.session) + _MARGIN + _LIBRARY
     seconds = 3 * 2 * sizes.multiplied * work.verified / rate + 4 * floats / _DISK_RATE + _STARTING
-    return Step("verifying", memory, 2 * floats, work.makes * seconds)
+    return Step("verifying", memory, floats if sizes.target.takes_drafts else 2 * floats, work.makes * seconds)
+
+
+def _opened(weight: Weight) -> int:
+    """Second moments of inputs and gradients, as they are read; as squares, or mapped."""
+    return 2 * _moments(weight) if weight.shape[1] <= _WHOLE else 0
 
 
 def _numbers(weight: Weight) -> int:

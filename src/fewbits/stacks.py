@@ -7,7 +7,7 @@ No architecture is named here. A product with a slice of a stack is known by the
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +109,59 @@ class Products(TorchFunctionMode):
         if known is not None and len(known) == len(x):
             return known
         return torch.arange(self._count) if len(x) == self._count else None
+
+
+class Supplied(TorchFunctionMode):
+    """While entered, products with a slice of these stacks are taken with the matrix that `supply` gives, as the stack would hold it.
+
+    The matrix is let go of after the product, and asked for again on the way back."""
+
+    def __init__(self, stacks: Mapping[str, Tensor], supply: Callable[[str, int], Tensor]) -> None:
+        super().__init__()
+        self._watch, self._supply = Products(stacks), supply
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.linear and func not in _MATMULS:
+            return func(*args, **kwargs)
+        found = self._watch._slices(args[1]) if len(args) > 1 and isinstance(args[1], Tensor) else []
+        if not found:
+            return func(*args, **kwargs)
+        batched, x = args[1].dim() == 3, args[0]
+        inputs = list(x if x.dim() == 3 else x.expand(len(found), *x.shape)) if batched else [x]
+        made: list[Tensor] = []
+        for one, (stack, expert, w) in zip(inputs, found, strict=True):
+            as_it_lies = w.is_contiguous()
+
+            def supplied(stack: str = stack, expert: int = expert, as_it_lies: bool = as_it_lies) -> Tensor:
+                matrix = self._supply(stack, expert)
+                return matrix if as_it_lies else matrix.T
+
+            made.append(_Multiplied.apply(one, func, supplied, args[2:], kwargs))  # type: ignore[no-untyped-call]
+        return torch.stack(made) if batched else made[0]
+
+
+class _Multiplied(torch.autograd.Function):
+    """A product with a matrix that is not held until the way back: autograd would hold those of all experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, func: Any, supplied: Callable[[], Tensor], *more: Any) -> Tensor:
+        ctx.func, ctx.supplied = func, supplied
+        args, kwargs = more
+        out: Tensor = func(x, supplied(), *args, **kwargs)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        w = ctx.supplied()
+        return gradient.matmul(w if ctx.func is F.linear else w.mT), None, None, None, None
+
+
+def hollow(shape: Sequence[int]) -> Tensor:
+    """A stack whose matrices have their places and nothing else: they lie over each other, one number apart. What reads their values
+    finds NaN."""
+    count, rows, cols = shape
+    return torch.full((rows * cols + count,), torch.nan).as_strided((count, rows, cols), (1, cols, 1))
 
 
 def find(model: nn.Module, config: Any) -> dict[str, bool]:

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from fewbits import formats, kernels
 from fewbits import outcomes as kept_outcomes
-from fewbits.calibration.collecting import Batch, Buffers
+from fewbits.calibration.collecting import Batch
 from fewbits.calibration.collecting import batches as calibration_batches
 from fewbits.fitting import float16_scale
 from fewbits.kept import hash_of
 from fewbits.progress import silent
 from fewbits.rounding import decode
+from fewbits.spilled import Room
 
 if TYPE_CHECKING:
     from fewbits.blocks import Blocks, Call
@@ -260,8 +261,8 @@ class _Walk:
             hidden, calls = self.blocks.enter(batch.ids)
             self.calls.setdefault(tuple(batch.ids.shape), calls)
             if not self.reference.numel():
-                buffers = Buffers(self._scratch, tokens, hidden.shape[-1], self._memory)
-                self.reference, self.quantized = buffers.new(), buffers.new()
+                room = Room(self._scratch, self._memory)
+                self.reference, self.quantized = (room.new((tokens, hidden.shape[-1])) for _ in range(2))
             self.reference[batch.where] = hidden.reshape(-1, hidden.shape[-1])
         try:
             for weight in self.blocks.outer_weights:

@@ -1,15 +1,17 @@
 """How far a quantized model is from the float one: KL divergence, perplexity, agreement, with intervals and a verdict.
 
-Streaming: one window of logits at a time, from the reference and from every session under test; what stays is a few
+Streaming: logits of a few positions at a time, from the reference and from every session under test; what stays is a few
 numbers per position.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -104,28 +106,51 @@ class Verdict:
 
 
 def measure(
-    reference: Session, sessions: Mapping[str, Session], windows: Sequence[Window], progress: Progress[Window], known: Judged | None = None
+    reference: Session,
+    sessions: Mapping[str, Session],
+    windows: Sequence[Window],
+    progress: Progress[Any],
+    known: Judged | None = None,
+    memory: int = 1 << 30,
 ) -> dict[str, Measured]:
-    """Every session on the same windows; the reference is computed once for all of them. `known`: windows that were run before."""
-    import torch
+    """Every session on the same windows; the reference is computed once for all of them. `known`: windows that were run before.
+    `memory`: bytes that hidden states of windows that are run together may take; more go to disk."""
+    from fewbits.spilled import Room
 
     for session in sessions.values():
         if session.vocabulary != reference.vocabulary:
             found = f"the file has a vocabulary of {session.vocabulary}, the model one of {reference.vocabulary}"
             raise InputError(found, "is it the file of another model?")
+    before = [known.find(window) if known else None for window in windows]
+    missing = [window for window, found in zip(windows, before, strict=True) if found is None]
     measured = {name: Measured() for name in sessions}
-    for window in progress(windows, len(windows), "verifying"):
-        here = known.find(window) if known else None
-        if here is None:
-            here = {name: Measured() for name in sessions}
-            base, following = reference.logits(window)[:-1], torch.tensor(window[1:])
-            for name, session in sessions.items():
-                here[name].add(base, session.logits(window)[:-1], following)
-            if known:
-                known.keep(window, here)
-        for name, each in here.items():
-            measured[name].extend(each)
+    with known.scratch() if known else tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+        room = Room(Path(scratch), memory)
+        bases = reference.each(windows, room, progress)  # of windows that are known, none is ever asked for
+        running = {name: session.each(missing, room, progress) for name, session in sessions.items()}
+        for window, here, base in progress(zip(windows, before, bases, strict=True), len(windows), "verifying"):
+            if here is None:
+                here = _compared(window, base, {name: next(each) for name, each in running.items()})
+                if known:
+                    known.keep(window, here)
+            for name, each in here.items():
+                measured[name].extend(each)
     return measured
+
+
+def _compared(window: Window, base: Iterator[Tensor], tests: Mapping[str, Iterator[Tensor]]) -> dict[str, Measured]:
+    """One window, a few positions at a time: logits of all its tokens are never held."""
+    import torch
+
+    found = {name: Measured() for name in tests}
+    following = torch.tensor(window[1:])
+    for reference, *others in zip(base, *tests.values(), strict=True):
+        here = following[: len(reference)]  # of the last position none is known
+        following = following[len(here) :]
+        for each, logits in zip(found.values(), others, strict=True):
+            if len(here):
+                each.add(reference[: len(here)], logits[: len(here)], here)
+    return found
 
 
 def judge(
@@ -140,12 +165,13 @@ def judge(
 ) -> Verdict:
     kl, nll, base = (np.array(values) for values in (measured.kl, measured.nll, measured.nll_base))
     ratio, agreement = float(np.exp(nll.mean() - base.mean())), float(np.mean(measured.agrees))
+    low, high = bootstrap_ci95(nll - base)
     failures = []
     if not (np.isfinite(kl).all() and np.isfinite(nll).all() and math.isfinite(measured.max_logit_diff)):
         failures.append("the logits are not all finite")
     elif not np.isfinite(base).all() or not math.isfinite(0.0 if kl_floor is None else kl_floor):
         failures.append("the float model's logits are not all finite")
-    elif not math.isfinite(ratio) or not np.isfinite(np.exp([nll.mean(), base.mean()])).all():
+    elif not np.isfinite(np.exp([nll.mean() - base.mean(), nll.mean(), base.mean(), low, high])).all():
         failures.append("the perplexity is beyond all numbers")
     if thresholds.max_kl is not None and not kl.mean() <= thresholds.max_kl:
         failures.append(f"KL {kl.mean():.5f} is above {thresholds.max_kl:g}")
@@ -153,7 +179,6 @@ def judge(
         failures.append(f"top-1 agreement {agreement:.4f} is below {thresholds.min_agreement:g}")
     if thresholds.max_ppl_ratio is not None and not ratio <= thresholds.max_ppl_ratio:
         failures.append(f"perplexity ratio {ratio:.4f} is above {thresholds.max_ppl_ratio:g}")
-    low, high = bootstrap_ci95(nll - base)
     return Verdict(
         tokens=len(kl),
         kl_mean=float(kl.mean()),

@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING, Any
 from fewbits import artifact as artifacts
 from fewbits import embeddings, manifest, planning, preparation, provenance, runtimes, targets, texts, trial, verification
 from fewbits import model as models
-from fewbits.calibration import Paths
+from fewbits.calibration import MEMORY, Paths
+from fewbits.drafting import Draft
 from fewbits.errors import InputError
-from fewbits.exporting import export
+from fewbits.exporting import written
 from fewbits.inspection import tensor_bytes
 from fewbits.progress import say, silent
 from fewbits.verification import Thresholds, Verdict
 
 if TYPE_CHECKING:
     from fewbits.embeddings import EmbeddingVerdict
-    from fewbits.judged import Judged
     from fewbits.kept import Kept
     from fewbits.model import Model
     from fewbits.progress import Progress
     from fewbits.runtimes import Runtime, Session
     from fewbits.targets import Target
 
+REFERENCE = "reference"  # the step under which what the float model gives is kept while files are judged beside it
 TOKENS = 16384  # predicted by default: the interval of the mean KL is then about 3 % wide
 
 
@@ -43,6 +44,7 @@ def verify(
     length: int | None = None,
     tokens: int = TOKENS,
     floor: bool = True,
+    memory: int = MEMORY,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Verdict | EmbeddingVerdict:
@@ -65,7 +67,9 @@ def verify(
     embeddings.check_thresholds(thresholds, source.config)
     provenance.check(path, progress)
     trial.check(judge, path)
-    return verified(path, source, preparation.held_out_windows(source, data, length, tokens), judge, thresholds, floor, progress)
+    return verified(
+        path, source, preparation.held_out_windows(source, data, length, tokens), judge, thresholds, floor, progress, memory=memory
+    )
 
 
 def verified(
@@ -77,6 +81,7 @@ def verified(
     floor: bool,
     progress: Progress[Any],
     kept: Kept | None = None,
+    memory: int = MEMORY,
 ) -> Verdict | EmbeddingVerdict:
     from fewbits.judged import Judged
 
@@ -93,8 +98,8 @@ def verified(
         say(progress, f"going on: {found} of {len(windows)} windows were judged")
     measured = known.all(windows) if known else None
     if measured is None:
-        with _sessions(path, source, windows, judge, target, progress, known) as (reference, sessions):
-            measured = verification.measure(reference, sessions, windows, progress, known)
+        with _sessions(path, source, windows, judge, target, progress, kept) as (reference, sessions):
+            measured = verification.measure(reference, sessions, windows, progress, known, memory)
     kl_floor = float(sum(measured["floor"].kl) / len(measured["floor"].kl)) if "floor" in measured else None
     return verification.judge(measured["file"], thresholds, **about, kl_floor=kl_floor)
 
@@ -107,7 +112,7 @@ def _sessions(
     judge: Runtime,
     target: Target | None,
     progress: Progress[Any],
-    known: Judged | None,
+    kept: Kept | None,
 ) -> Iterator[tuple[Session, dict[str, Session]]]:
     """The float model in torch, the file in its runtime, and the float file there.
 
@@ -115,18 +120,23 @@ def _sessions(
     from fewbits.runtimes import torch as torch_runtime
 
     length = max(map(len, windows))
-    with known.scratch() if known else tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
+    with kept.scratch() if kept else tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
         sessions: dict[str, Session] = {"file": opened.enter_context(closing(judge.open(path, length)))}
         if target:
             file = float_file(source, target, Path(scratch), progress)
             sessions["floor"] = opened.enter_context(closing(judge.open(file, length)))
-        yield torch_runtime.of_module(source.module()), sessions
+        yield torch_runtime.of_model(source, kept), sessions
 
 
 def float_file(source: Model, target: Target, folder: Path, progress: Progress[Any]) -> Path:
     """The unquantized model in the same container: what the runtime itself adds to the error is measured on it."""
-    floor = artifacts.quantize(source, planning.kept(source.weights, target), folder / "float", progress)
-    return export(floor, folder / target.file_name, to=target.name, progress=progress)
+    plan = planning.kept(source.weights, target)
+    if target.takes_drafts:
+        path = folder / target.file_name
+        target.write_draft(Draft(source, plan), path, progress)
+        return path
+    floor = artifacts.quantize(source, plan, folder / "float", progress)
+    return written(floor, folder / target.file_name, to=target.name, progress=progress)
 
 
 def bits_per_weight(path: Path, source: Model) -> float:

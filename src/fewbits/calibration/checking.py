@@ -5,9 +5,13 @@ A NaN in one Hessian would end as a NaN in every code that it moves, weights lat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fewbits.calibration.triangles import Triangles
 from fewbits.errors import InputError
 
 HINT = "make it anew with `fewbits calibrate`"
@@ -27,7 +31,7 @@ _NEEDED = {"input": set(_INPUT) - {"moment", "histogram_counts", "histogram_reac
 _SQUARES = {"count", "square", "sensitivity", "gradient_square", "fisher_square", "usage"}
 
 
-def check(kind: str, fields: dict[str, Tensor], name: str, shape: tuple[int, int] | None = None) -> None:
+def check(kind: str, fields: Mapping[str, Any], name: str, shape: tuple[int, int] | None = None) -> None:
     """Of one weight or input; `shape`: the weight's, where it is known. Raises an InputError that names it."""
     known = _FIELDS[kind]
     if wrong := (set(fields) - set(known)) or (_NEEDED[kind] - set(fields)):
@@ -47,7 +51,8 @@ def check(kind: str, fields: dict[str, Tensor], name: str, shape: tuple[int, int
         _check_values(field, tensor, name)
 
 
-def _check_values(field: str, tensor: Tensor, name: str) -> None:
+def _check_values(field: str, found: Tensor | Triangles, name: str) -> None:
+    tensor = found.stored if isinstance(found, Triangles) else found
     if not tensor.numel():
         return
     if field == "some":  # kept in float16, where a massive activation is infinite
@@ -61,5 +66,6 @@ def _check_values(field: str, tensor: Tensor, name: str) -> None:
         raise InputError(f"{field} of `{name}` is {least}, and no sum of squares is below zero", HINT)
     if field in ("first_half", "some_half") and most > 1:
         raise InputError(f"{field} of `{name}` is {most:g}, and there are two halves", HINT)
-    if tensor.dim() == 3 and bool((tensor.diagonal(dim1=1, dim2=2) < 0).any()):
+    diagonal = found.diagonal() if isinstance(found, Triangles) else found.diagonal(dim1=1, dim2=2) if found.dim() == 3 else None
+    if diagonal is not None and bool((diagonal < 0).any()):
         raise InputError(f"{field} of `{name}` has a diagonal below zero: it is no second moment", HINT)

@@ -1,7 +1,8 @@
 """Statistics, one block of the model at a time: forward through all blocks, then backward through them, recomputing each.
 
-In memory are the weights of one block, its statistics, and a batch; the hidden states between blocks lie in files. What a block found,
-and the states that the next one needs, are kept as soon as the block is done: a run that was killed goes on at that block.
+In memory are the weights of one block, its statistics, and a batch; the hidden states between blocks lie in files, and so do statistics
+and states beyond a limit. What a block found, and the states that the next one needs, are kept as soon as the block is done: a run that
+was killed goes on at that block.
 
 The backward pass starts from labels drawn from the model's own predictions: the squared gradient of such a loss is, in expectation, the
 second derivative of the KL divergence to the model itself, which is what quantization will cost.
@@ -9,7 +10,6 @@ second derivative of the KL divergence to the model itself, which is what quanti
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fewbits.allocator import give_back
 from fewbits.calibration import storing
 from fewbits.calibration.recording import (
     GradientRecorder,
     Gradients,
     InputRecorder,
     KvRecorder,
+    New,
     Watched,
     counting_experts,
     finished,
@@ -32,6 +34,7 @@ from fewbits.calibration.recording import (
 )
 from fewbits.kept import hash_of
 from fewbits.progress import silent
+from fewbits.spilled import Room
 
 if TYPE_CHECKING:
     from fewbits.blocks import Blocks, Call
@@ -71,28 +74,6 @@ def batches(samples: Sequence[Sequence[int]]) -> list[Batch]:
     return found
 
 
-class Buffers:
-    """Hidden states between blocks, (tokens, width) each: in memory up to a limit, in files that the system pages beyond it."""
-
-    def __init__(self, folder: Path, tokens: int, width: int, limit: int) -> None:
-        self._folder, self._shape, self._room = folder, (tokens, width), limit
-        self._made = 0
-
-    def new(self) -> Tensor:
-        tokens, width = self._shape
-        nbytes = 4 * tokens * width
-        if nbytes <= self._room:
-            self._room -= nbytes
-            return torch.empty(self._shape)
-        self._made += 1
-        path = self._folder / f"hidden-{self._made:05}.bin"
-        with path.open("wb") as file:  # room is asked for now: a full disk would end the process when a page is written
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        mapped = torch.from_file(str(path), shared=True, size=tokens * width, dtype=torch.float32)
-        path.unlink()  # the mapping keeps it; nothing is left behind, however this ends
-        return mapped.view(self._shape)
-
-
 class _Enough(Exception):  # noqa: N818 - the input of the output matrix was seen: no logits are needed
     pass
 
@@ -120,7 +101,8 @@ class Collector:
         self.usage: dict[str, Tensor] = {}  # per embedding: how often each row was looked up
         self._kept = kept.of(source=blocks.model.fingerprint, text=hash_of(samples), hessians=hessians, gradients=gradients, seed=seed)
         self._calls: dict[tuple[int, ...], list[Call]] = {}
-        self._entered = self._embed(scratch, memory)
+        self._scratch, self._left = scratch, memory
+        self._entered = self._embed()
 
     def found(self) -> int:
         """Of how many blocks everything is there already."""
@@ -134,6 +116,7 @@ class Collector:
             yield index, self._kept.find("input", block=index) or self._forward(index)
             if not self.gradients:
                 self._kept.drop("hidden", block=index)
+            give_back()
         yield count, self._kept.find("input", block=count) or self._keep_inputs(count, self._output_sites(), {}, {})
 
     def backward(self, progress: Progress[int]) -> Iterator[tuple[int, Result]]:
@@ -144,6 +127,7 @@ class Collector:
             yield index, self._kept.find("gradient", block=index) or self._backward(index)
             self._kept.drop("back", block=index + 1)
             self._kept.drop("hidden", block=index + 1)
+            give_back()
 
     def at_embeddings(self) -> dict[str, Gradients]:
         """The gradients of what was looked up, after the way back."""
@@ -178,7 +162,7 @@ class Collector:
     @torch.no_grad()
     def _forward(self, index: int) -> Result:
         hidden, following = self._hidden(index), self._spare
-        recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), self.hessians)
+        recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), self.hessians, self._room())
         kv, experts = KvRecorder(), dict[str, Tensor]()
         with ExitStack() as stack:
             block = stack.enter_context(self.blocks.filled(index))
@@ -202,7 +186,7 @@ class Collector:
     def _backward(self, index: int) -> Result:
         hidden, gradient, back = self._hidden(index), self._back(index + 1), self._spare
         weights = self.blocks.weights(index)
-        recorder = GradientRecorder(watched(self.blocks, weights), weights, self.hessians)
+        recorder = GradientRecorder(watched(self.blocks, weights), weights, self.hessians, self._room())
         with self.blocks.filled(index) as block, recorder.attached(), torch.enable_grad():
             for batch in self.batches:
                 recorder.next_call(batch.half, *batch.ids.shape)
@@ -218,16 +202,22 @@ class Collector:
         fields = {name: vars(gradient) for name, gradient in recorder.found.items()}
         return self._kept.keep("gradient", {}, storing.packed(fields), block=block)
 
+    def _room(self) -> New:
+        """For the statistics of one block."""
+        return Room(self._scratch, self._left).new
+
     @torch.no_grad()
-    def _embed(self, scratch: Path, memory: int) -> Tensor:
+    def _embed(self) -> Tensor:
         hidden: Tensor | None = None
         with self._counting_lookups():
             for batch in self.batches:
                 entered, calls = self.blocks.enter(batch.ids)
                 self._calls.setdefault(tuple(batch.ids.shape), calls)
                 if hidden is None:
-                    buffers = Buffers(scratch, self.batches[-1].where.stop, entered.shape[-1], memory)
-                    hidden, self._spare = buffers.new(), buffers.new()
+                    shape = self.batches[-1].where.stop, entered.shape[-1]
+                    room = Room(self._scratch, self._left)
+                    hidden, self._spare = room.new(shape), room.new(shape)
+                    self._left = max(0, self._left - hidden.nbytes - self._spare.nbytes)
                 hidden[batch.where] = entered.reshape(-1, entered.shape[-1])
         assert hidden is not None
         return hidden
@@ -235,7 +225,7 @@ class Collector:
     @torch.no_grad()
     def _output_sites(self) -> Sites:
         modules, hidden = self._output_modules(), self._hidden(len(self.blocks))
-        recorder = InputRecorder(Watched(modules), self.hessians)
+        recorder = InputRecorder(Watched(modules), self.hessians, self._room())
 
         def enough(*_: Any) -> None:
             raise _Enough
@@ -254,7 +244,7 @@ class Collector:
         """The gradient of the loss at the last block's output. One sample at a time: logits are wide."""
         modules, hidden = self._output_modules(), self._hidden(len(self.blocks))
         weights = [weight for weight in self.blocks.outer_weights if weight.name in modules]
-        recorder = GradientRecorder(Watched(modules), weights, self.hessians)
+        recorder = GradientRecorder(Watched(modules), weights, self.hessians, self._room())
         gradient, generator = self._spare, torch.Generator().manual_seed(self.seed)
         with recorder.attached(), torch.enable_grad():
             for batch in progress(self.batches, len(self.batches), "statistics, loss"):

@@ -7,7 +7,7 @@ chosen for it: which of them came first in their sample is asked for each call.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _KEPT_PER_SAMPLE, _STRIDE = 8, 59  # inputs kept as they are, at positions that differ from sample to sample
 _FLOAT16_MAX = 65504.0
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+New = Callable[[Sequence[int]], Tensor]  # all zero, of this shape: `Room.new`, where the moments of a hundred experts exceed the memory
 
 
 @dataclass
@@ -36,17 +37,23 @@ class Site:
     readers: list[str]
     cols: int
     hessian: bool
+    new: New = torch.zeros
     halves: tuple[Moments, Moments] = field(init=False)
     first: list[Tensor] = field(default_factory=list)
     first_half: list[int] = field(default_factory=list)
     extremes: list[Tensor] = field(default_factory=list)
     some: list[Tensor] = field(default_factory=list)
     some_half: list[int] = field(default_factory=list)
-    moment: Tensor | None = field(init=False)
+    _moment: Tensor | None = None  # there when first asked for: an expert that is never reached takes no memory until the end
 
     def __post_init__(self) -> None:
         self.halves = (Moments(self.cols), Moments(self.cols))
-        self.moment = torch.zeros(2, self.cols, self.cols) if self.hessian else None
+
+    @property
+    def moment(self) -> Tensor | None:
+        if self.hessian and self._moment is None:
+            self._moment = self.new((2, self.cols, self.cols))
+        return self._moment
 
     def add(self, x: Tensor, half: int) -> None:  # x (batch, length, cols)
         kept = x[:, :0]
@@ -173,10 +180,10 @@ class _Recorder:
 class InputRecorder(_Recorder):
     """What every weight reads. Weights that are handed the same tensor share one site; each expert has its own."""
 
-    def __init__(self, watched: Watched, hessians: bool) -> None:
+    def __init__(self, watched: Watched, hessians: bool, new: New = torch.zeros) -> None:
         super().__init__(watched)
-        self._hessians = hessians
-        self.sites = {name: Site([name], expert.shape[1], hessians) for name, expert in watched.experts.items()}
+        self._hessians, self._new = hessians, new
+        self.sites = {name: Site([name], expert.shape[1], hessians, new) for name, expert in watched.experts.items()}
         self._held: list[tuple[Tensor, str]] = []  # tensors of this call: held, so that no other gets the same identity
 
     def next_call(self, half: int, samples: int, length: int) -> None:
@@ -194,7 +201,7 @@ class InputRecorder(_Recorder):
             self._held.append((x, name))
             read = inputs_of(module, x)
             if name not in self.sites:
-                self.sites[name] = Site([name], read.shape[-1], self._hessians)
+                self.sites[name] = Site([name], read.shape[-1], self._hessians, self._new)
             self.sites[name].add(read, self.call.half)
 
         return module.register_forward_pre_hook(see)
@@ -214,9 +221,9 @@ class Gradients:
     fisher: Tensor | None
 
     @staticmethod
-    def of(weight: Weight, hessian: bool) -> Gradients:
+    def of(weight: Weight, hessian: bool, new: New = torch.zeros) -> Gradients:
         rows, cols = weight.shape
-        fisher = torch.zeros(2, cols, cols) if hessian else None
+        fisher = new((2, cols, cols)) if hessian else None
         return Gradients(_doubles(2), _doubles(rows), _doubles(cols), fisher)
 
     def add(self, x: Tensor, gradient: Tensor, half: int) -> None:  # (batch, length, cols) and (batch, length, rows)
@@ -243,9 +250,9 @@ def _doubles(count: int) -> Tensor:
 class GradientRecorder(_Recorder):
     """Every weight's output gradient beside its input."""
 
-    def __init__(self, watched: Watched, weights: Sequence[Weight], hessians: bool) -> None:
+    def __init__(self, watched: Watched, weights: Sequence[Weight], hessians: bool, new: New = torch.zeros) -> None:
         super().__init__(watched)
-        self.found = {w.name: Gradients.of(w, hessians) for w in weights if w.name in watched.modules or w.name in watched.experts}
+        self.found = {w.name: Gradients.of(w, hessians, new) for w in weights if w.name in watched.modules or w.name in watched.experts}
 
     def _attach(self, name: str, module: nn.Module) -> Any:
         def see(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

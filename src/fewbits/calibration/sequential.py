@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fewbits.calibration.collecting import Buffers, batches
+from fewbits.allocator import give_back
+from fewbits.calibration.collecting import batches
 from fewbits.calibration.recording import InputRecorder, finished, watched
+from fewbits.spilled import Room
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,22 +31,25 @@ class Sequential:
         self._batches = batches(samples)
         self._calls: dict[tuple[int, ...], list[Call]] = {}
         self._hidden: Tensor | None = None
+        self._scratch, self._left = scratch, memory
         for batch in self._batches:
             hidden, calls = blocks.enter(batch.ids)
             self._calls.setdefault(tuple(batch.ids.shape), calls)
             if self._hidden is None:
-                self._hidden = Buffers(scratch, self._batches[-1].where.stop, hidden.shape[-1], memory).new()
+                self._hidden = Room(scratch, memory).new((self._batches[-1].where.stop, hidden.shape[-1]))
+                self._left = max(0, memory - self._hidden.nbytes)
             self._hidden[batch.where] = hidden.reshape(-1, hidden.shape[-1])
 
     def inputs(self, index: int) -> dict[str, InputStatistics]:
         """Of every weight of this block, by name: what it reads now."""
-        recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), hessians=True)
+        recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), True, Room(self._scratch, self._left).new)
         self._run(index, {}, recorder)
         return {reader: found for found, readers in finished(recorder).values() for reader in readers}
 
     def advance(self, index: int, decoded: Mapping[str, Tensor]) -> None:
         """Go on through this block, with these weights in it."""
         self._run(index, decoded, None)
+        give_back()
 
     @torch.no_grad()
     def _run(self, index: int, decoded: Mapping[str, Tensor], recorder: InputRecorder | None) -> None:

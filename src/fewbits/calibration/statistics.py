@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from fewbits.calibration.triangles import Triangles
+
 if TYPE_CHECKING:
     from fewbits.calibration.histogram import Histogram
     from fewbits.ranges import Levels, Range
 
 Kind = Literal["aware", "plain", "fisher", "class"]
 Half = Literal[0, 1] | None  # one half of the samples, or all of them
+Moment = Tensor | Triangles  # (2, cols, cols) float32: as it was recorded, or as a file holds it
 Rows = slice | Tensor  # some rows of a weight: every n-th, or by index
 _PLAIN_SHARE = 0.05  # of the plain moments in the loss-weighted ones: what never moved the loss in calibration may do so later
 
@@ -40,7 +43,7 @@ class InputStatistics:
     some: Tensor  # (tokens, cols) float16: a few inputs as they were, from positions after the first
     some_half: Tensor  # (tokens,) uint8
     histogram: Histogram | None = None  # of all values, position 0 included
-    moment: Tensor | None = None  # (2, cols, cols) float32: sum of x x^T
+    moment: Moment | None = None  # sum of x x^T
 
     @property
     def cols(self) -> int:
@@ -87,7 +90,7 @@ class InputStatistics:
         """Mean of x x^T with these weights for position 0 and for the positions after it."""
         assert self.moment is not None, "calibrated without Hessians"
         x = self.firsts(half)
-        return (_of(self.moment, half) * rest + (x.T @ x) * first) / max(1, self.tokens(half))
+        return _own(self.moment, half).mul_(rest).add_((x.T @ x).mul_(first)).div_(max(1, self.tokens(half)))
 
 
 @dataclass
@@ -96,11 +99,16 @@ class Lookup:
 
     usage: Tensor  # (rows,) int64: how often each was looked up
     square: Tensor | None = None  # (2, cols) float64: sum over tokens of g^2
-    fisher: Tensor | None = None  # (2, cols, cols) float32: sum of g g^T
+    fisher: Moment | None = None  # sum of g g^T
 
     @property
     def tokens(self) -> int:
         return max(1, int(self.usage.sum()))
+
+    def mean_gradient(self) -> float:
+        """Of g^2 over columns, summed over tokens."""
+        assert self.fisher is not None, "calibrated without Hessians"
+        return float(_of(self.fisher, None).diagonal().mean())
 
     def frequency(self) -> Tensor:
         """(rows,): the share of lookups that each row is expected to get. Rows never seen share what Good and Turing give them: as much
@@ -119,7 +127,7 @@ class WeightStatistics:
     sensitivity: Tensor | None = None  # (2 halves, 2: position 0, later) float64: sum of the tokens' loss weights
     gradient_square: Tensor | None = None  # (2, rows) float64: sum over tokens of g^2
     fisher_square: Tensor | None = None  # (2, cols) float64: sum of w_t x^2, w_t the mean over outputs of g_t^2
-    fisher: Tensor | None = None  # (2, cols, cols) float32: sum of w_t x_t x_t^T
+    fisher: Moment | None = None  # sum of w_t x_t x_t^T
     lookup: Lookup | None = None  # an embedding's other role
 
     @property
@@ -147,15 +155,16 @@ class WeightStatistics:
         """
         by_token = self._by_token(half, self.fisher, self.lookup.fisher if self.lookup else None)
         if by_token is not None and self.input is None:
-            return _normal(by_token)
-        plain = _normal(self._input.second_moment(half))
+            return _normalized(by_token)
+        plain = _normalized(self._input.second_moment(half))
         if by_token is None or self.sensitivity is None or kind == "plain":
             return plain
-        fisher = _normal(_normal(by_token) + _PLAIN_SHARE * plain)
+        fisher = _normalized(_normalized(by_token).add_(plain.mul_(_PLAIN_SHARE)))
         if kind == "fisher":
             return fisher
-        by_class = _normal(self._input.second_moment(half, *self._class_weights(half)))
-        return by_class if kind == "class" else _normal(fisher + by_class)
+        del plain  # of a wide layer one of these takes a gigabyte
+        by_class = _normalized(self._input.second_moment(half, *self._class_weights(half)))
+        return by_class if kind == "class" else _normalized(fisher.add_(by_class))
 
     def damage(self, error: Tensor, w: Tensor, half: Half = None, rows: Rows = slice(None)) -> float:
         """Of this error (rows, cols) in the weight: the KL that it is predicted to cost; without gradients the squared error of the
@@ -176,11 +185,11 @@ class WeightStatistics:
         assert self.predicts_kl, "calibrated without gradients"
         damage = torch.zeros(len(error))
         if self.fisher is not None and self.sensitivity is not None:
-            weighted = _of(self.fisher, half) / _of(self.sensitivity, half).sum().float().clamp(min=1e-30)
+            weighted = _own(self.fisher, half).div_(_of(self.sensitivity, half).sum().float().clamp(min=1e-30))
             damage += 0.5 * self.output_sensitivity(half)[rows] * _quadratic(error, weighted)
         if self.lookup is not None and self.lookup.fisher is not None:
             tokens = self.input.tokens(half) if self.input else self.lookup.tokens / (1 if half is None else 2)
-            damage += 0.5 * self.lookup.frequency()[rows] * _quadratic(error, _of(self.lookup.fisher, half) / max(1, tokens))
+            damage += 0.5 * self.lookup.frequency()[rows] * _quadratic(error, _own(self.lookup.fisher, half).div_(max(1, tokens)))
         return damage
 
     def errors_by_place(self, error: Tensor, w: Tensor, half: Half = None) -> tuple[float, float]:
@@ -213,18 +222,26 @@ class WeightStatistics:
         firsts = len(self._input.firsts(half))
         return first / max(1, firsts), rest / max(1, self._input.tokens(half) - firsts)
 
-    def _by_token(self, half: Half, output: Tensor | None, lookup: Tensor | None) -> Tensor | None:
+    def _by_token(self, half: Half, output: Moment | None, lookup: Moment | None) -> Tensor | None:
         """A tied matrix has two roles. Over its rows, the loss of the output role sums to rows * fisher, of the lookups to theirs."""
-        both = [_of(sums, half).float() * times for sums, times in ((output, self._rows), (lookup, 1)) if sums is not None]
-        return both[0] + both[1] if len(both) == 2 else both[0] if both else None
+        both = [_own(sums, half).float().mul_(times) for sums, times in ((output, self._rows), (lookup, 1)) if sums is not None]
+        return both[0].add_(both[1]) if len(both) == 2 else both[0] if both else None
 
     @property
     def _rows(self) -> int:
         return 1 if self.gradient_square is None else self.gradient_square.shape[1]
 
 
-def _of(sums: Tensor, half: Half) -> Tensor:
-    return sums.sum(0) if half is None else sums[half]
+def _of(sums: Moment, half: Half) -> Tensor:
+    """Not to be changed: it may be a part of the sums themselves."""
+    if half is not None:
+        return sums[half]
+    return sums.total() if isinstance(sums, Triangles) else sums.sum(0)
+
+
+def _own(sums: Moment, half: Half) -> Tensor:
+    """To be changed at will."""
+    return _of(sums, half).clone() if half is not None and isinstance(sums, Tensor) else _of(sums, half)
 
 
 def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
@@ -234,6 +251,11 @@ def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
 
 def _normal(values: Tensor) -> Tensor:
     """A matrix with mean diagonal 1, or a vector with mean 1; all zeros stay so."""
+    return _normalized(values.clone())
+
+
+def _normalized(values: Tensor) -> Tensor:
+    """The same in place."""
     diagonal = values.diagonal() if values.dim() == 2 else values
     mean = diagonal.mean()
-    return values / mean if mean > 0 else values
+    return values.div_(mean) if mean > 0 else values

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,12 @@ from torch import Tensor
 
 from fewbits.calibration import checking
 from fewbits.calibration.histogram import Histogram
-from fewbits.calibration.statistics import InputStatistics, Lookup, WeightStatistics
+from fewbits.calibration.statistics import InputStatistics, Lookup, Moment, WeightStatistics
+from fewbits.calibration.triangles import Triangles, pack
 from fewbits.checkpoints.folder import inside, read_json
 from fewbits.errors import InputError
 from fewbits.files import Staged, sha256_of
+from fewbits.spilled import Room
 
 if TYPE_CHECKING:
     from fewbits.model import Weight
@@ -35,6 +36,8 @@ ABOUT = "statistics.json"
 _HINT = "make it anew with `fewbits calibrate`"
 _SUMS = {"count", "total", "square", "moment", "sensitivity", "gradient_square", "fisher_square", "fisher", "usage"}
 _SYMMETRIC = {"moment", "fisher"}
+_SUMS_HELD = 1 << 30  # bytes of sums in memory while runs are merged; what a mixture has beyond goes through files
+_WHOLE = 2048  # columns of a symmetric matrix that is made at once: all that is asked of it is then fast, for 67 MB a weight
 
 
 class Statistics:
@@ -112,7 +115,7 @@ class Statistics:
     def kv(self, block: int) -> dict[str, Tensor]:
         return self._fields("input", block, "kv")
 
-    def _fields(self, kind: str, block: int, name: str) -> dict[str, Tensor]:
+    def _fields(self, kind: str, block: int, name: str) -> dict[str, Any]:
         from safetensors import SafetensorError, safe_open
 
         path = self.folder / file_name(kind, block)
@@ -122,7 +125,7 @@ class Statistics:
             with safe_open(inside(self.folder, path), framework="pt") as file:
                 prefix = f"{name}:"
                 keys = [key for key in file.keys() if key.startswith(prefix) and ":" not in key.removeprefix(prefix)]  # noqa: SIM118
-                return {key.removeprefix(prefix): _unpacked(key, file.get_tensor(key)) for key in keys}
+                return {key.removeprefix(prefix): _opened(key, file.get_tensor(key)) for key in keys}
         except (SafetensorError, OSError) as failure:
             raise InputError(f"`{path}` cannot be read: {failure}", _HINT) from failure
 
@@ -150,8 +153,8 @@ def save(folder: Path, kind: str, block: int, tensors: Mapping[str, Tensor]) -> 
     save_file(dict(tensors), folder / file_name(kind, block))
 
 
-def packed(found: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor]:
-    """As a file holds them, by `NAME:FIELD`."""
+def packed(found: Mapping[str, Mapping[str, Moment | None]]) -> dict[str, Tensor]:
+    """As a file holds them, by `NAME:FIELD`. Symmetric matrices are packed where they lie: `found` holds them no longer."""
     return {
         f"{name}:{field}": _packed(field, tensor)
         for name, fields in found.items()
@@ -160,13 +163,13 @@ def packed(found: Mapping[str, Mapping[str, Tensor | None]]) -> dict[str, Tensor
     }
 
 
-def input_fields(found: InputStatistics) -> dict[str, Tensor | None]:
+def input_fields(found: InputStatistics) -> dict[str, Moment | None]:
     histogram = found.histogram.to_tensors() if found.histogram else {}
     plain = {key: value for key, value in vars(found).items() if key != "histogram"}
     return plain | {f"histogram_{key}": value for key, value in histogram.items()}
 
 
-def input_of(fields: dict[str, Tensor]) -> InputStatistics:
+def input_of(fields: dict[str, Any]) -> InputStatistics:
     histogram = {key.removeprefix("histogram_"): fields.pop(key) for key in list(fields) if key.startswith("histogram_")}
     return InputStatistics(**fields, histogram=Histogram.from_tensors(histogram) if histogram else None)
 
@@ -198,7 +201,8 @@ def _merge_files(paths: list[Path], out: Path) -> None:
     for path in paths:
         if not path.is_file():
             raise InputError(f"`{path}` is missing", "use the same options for all runs")
-    merged = _loaded(paths[0])
+    merged, room = _loaded(paths[0]), Room(out.parent, _SUMS_HELD)
+    own: set[str] = set()  # sums that are no longer the first file's
     for path in paths[1:]:
         other = _loaded(path)
         if other.keys() != merged.keys():
@@ -208,7 +212,14 @@ def _merge_files(paths: list[Path], out: Path) -> None:
         for name, histogram in joined.items():
             histogram.merge(_histogram(other, name))
         for key, tensor in other.items():
-            merged[key] = _joined(key.rpartition(":")[2], merged[key], tensor)
+            field = key.rpartition(":")[2]
+            _check_alike(field, merged[key], tensor)
+            if field in _SUMS:
+                into = merged[key] if key in own else room.new(tensor.shape, tensor.dtype)
+                merged[key] = torch.add(merged[key], tensor, out=into)
+                own.add(key)
+            else:
+                merged[key] = _joined(field, merged[key], tensor)
         for name, histogram in joined.items():
             merged |= {f"{name}_{field}": tensor for field, tensor in histogram.to_tensors().items()}
     save_file(merged, out)
@@ -223,21 +234,22 @@ def _loaded(path: Path) -> dict[str, Tensor]:
         found: dict[str, Tensor] = load_file(inside(path.parent, path))
     except (SafetensorError, OSError) as failure:
         raise InputError(f"`{path}` cannot be read: {failure}", _HINT) from failure
-    groups: dict[str, dict[str, Tensor]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for key, tensor in found.items():
         name, _, field = key.rpartition(":")
-        groups.setdefault(name, {})[field] = _unpacked(key, tensor)
+        groups.setdefault(name, {})[field] = _opened(key, tensor)
     for name, fields in groups.items():
         if name != "kv":
             checking.check(path.name.partition("-")[0], fields, name)
     return found
 
 
-def _joined(field: str, one: Tensor, other: Tensor) -> Tensor:
+def _check_alike(field: str, one: Tensor, other: Tensor) -> None:
     if one.shape[1:] != other.shape[1:] or (field in _SUMS and one.shape != other.shape):
         raise InputError(f"{field} has {tuple(one.shape)} values in one run and {tuple(other.shape)} in another", _HINT)
-    if field in _SUMS:
-        return one + other
+
+
+def _joined(field: str, one: Tensor, other: Tensor) -> Tensor:
     if field.endswith("low"):
         return torch.minimum(one, other)
     if field.endswith("high"):
@@ -252,27 +264,17 @@ def _histogram(tensors: dict[str, Tensor], name: str) -> Histogram:
     return Histogram.from_tensors({field: tensors[f"{name}_{field}"] for field in ("counts", "reach")})
 
 
-def _packed(field: str, tensor: Tensor) -> Tensor:
-    if field not in _SYMMETRIC:
-        return tensor.contiguous()
-    rows, columns = _triangle(tensor.shape[-1])
-    return tensor[:, rows, columns].contiguous()
+def _packed(field: str, tensor: Any) -> Tensor:
+    found: Tensor = tensor.contiguous() if field not in _SYMMETRIC else tensor.stored if isinstance(tensor, Triangles) else pack(tensor)
+    return found
 
 
-def _unpacked(key: str, stored: Tensor) -> Tensor:
+def _opened(key: str, stored: Tensor) -> Any:
+    """A field, as `checking` and `statistics` take it."""
     if key.rpartition(":")[2] not in _SYMMETRIC:
         return stored
-    n = (math.isqrt(8 * stored.shape[1] + 1) - 1) // 2 if stored.dim() == 2 else 0
-    if stored.dim() != 2 or stored.shape != (2, n * (n + 1) // 2):
-        raise InputError(f"`{key}` is {tuple(stored.shape)}, which is no pair of triangles", _HINT)
-    rows, columns = _triangle(n)
-    full = stored.new_zeros(len(stored), n, n)
-    full[:, rows, columns] = stored
-    full[:, columns, rows] = stored
-    return full
-
-
-@cache
-def _triangle(n: int) -> tuple[Tensor, Tensor]:
-    rows, columns = torch.triu_indices(n, n)
-    return rows, columns
+    try:
+        found = Triangles(stored)
+        return found.full() if found.shape[1] <= _WHOLE else found
+    except ValueError as failure:
+        raise InputError(f"`{key}` is {failure}", _HINT) from failure

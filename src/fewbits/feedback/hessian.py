@@ -21,6 +21,7 @@ from fewbits.errors import InputError
 
 Order = Literal["blocks", "columns", "natural"]
 _STEP, _MOST = 10.0, 1.0  # damping is raised by this factor, and no further than to the mean of the diagonal itself
+_ROWS = 256  # of a matrix at a time, where its whole in float64 is not wanted
 _LEAST = 1e-3  # where no damping was asked for and some is needed
 
 
@@ -69,27 +70,38 @@ def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: to
     h[:, dead] = 0
     h.diagonal()[dead] = mean
     columns, blocks = visits(diagonal, width, order)
-    h = h[columns][:, columns]
+    h = h[columns]
+    h = h[:, columns]  # in two steps, so that never more than two of these are there: one of a wide layer takes gigabytes
     root, added = _factored(h, damping, mean)
     if added != damping:
         notes += (f"damping raised from {damping:g} to {added:g}: the Hessian was singular",)
     h.diagonal().add_(added * mean)
-    every = h / h.diagonal().unsqueeze(1)
-    every.diagonal().zero_()
     # Between what an error costs if nothing makes up for it (the diagonal) and if all later columns do (the pivot), the geometric mean:
     # on the embedded model's activations the diagonal alone is 0.1 % worse for q4_0 and 0.6 % for q4_k, the pivot 0.2 % better and
     # 1.4 % worse.
     stakes = torch.empty_like(diagonal)
     stakes[columns] = (diagonal[columns].sqrt() * root.diagonal()).nan_to_num(0)
     parts = [_part(h, block, dtype) for block in blocks] if len(blocks) > 1 else []
+    every = _every(h, dtype)
+    del h
     forward = _forward(root)
-    ahead = torch.zeros_like(forward)
+    del root
+    ahead = forward.new_zeros(forward.shape, dtype=dtype)
     for block in blocks[1:]:
         # a column's target counts the errors of the block's own columns before it, and there are none if each takes its target
         own = forward[block, block]
         unrounded = torch.linalg.solve_triangular(own, forward[block, : block.start], upper=False, unitriangular=True)
         ahead[block, : block.start] = unrounded
-    return Ordered(columns, blocks, parts, stakes.float(), forward.to(dtype), ahead.to(dtype), every.to(dtype), added, notes)
+    return Ordered(columns, blocks, parts, stakes.float(), forward.to(dtype), ahead, every, added, notes)
+
+
+def _every(h: Tensor, dtype: torch.dtype) -> Tensor:
+    found = h.new_empty(h.shape, dtype=dtype)
+    for rows, into in zip(h.split(_ROWS), found.split(_ROWS), strict=True):
+        start = into.storage_offset() // len(h)
+        into.copy_(rows / rows.diagonal(start).unsqueeze(1))
+    found.diagonal().zero_()
+    return found
 
 
 def _part(h: Tensor, block: slice, dtype: torch.dtype) -> Part:
@@ -101,9 +113,10 @@ def _part(h: Tensor, block: slice, dtype: torch.dtype) -> Part:
 
 
 def _forward(root: Tensor) -> Tensor:
-    coupling = root.T / root.diagonal().unsqueeze(1)
+    coupling = root.T.contiguous()
+    coupling.div_(root.diagonal().unsqueeze(1))
     coupling.diagonal().zero_()
-    return coupling.contiguous()
+    return coupling
 
 
 def visits(diagonal: Tensor, width: int, order: Order) -> tuple[Tensor, list[slice]]:
@@ -131,8 +144,8 @@ def _checked(hessian: Tensor) -> Tensor:
         raise ValueError(f"a Hessian is square, this one is {tuple(hessian.shape)}")
     if not hessian.isfinite().all():
         raise Singular("the Hessian holds NaN or infinity", "look for overflows in the activations; float32 sums hold up to 3e38")
-    h = hessian.double()
-    return (h + h.T) / 2  # a sum of outer products is symmetric up to rounding; both halves are used
+    h = hessian.double() if hessian.dtype != torch.float64 else hessian.clone()
+    return h.add_(hessian.T).div_(2)  # a sum of outer products is symmetric up to rounding; both halves are used
 
 
 def _factored(h: Tensor, damping: float, mean: float) -> tuple[Tensor, float]:
@@ -141,12 +154,13 @@ def _factored(h: Tensor, damping: float, mean: float) -> tuple[Tensor, float]:
         raise InputError(f"damping is {damping}", "it is a share of the mean of the diagonal: 0.01 to 0.1 is usual")
     added = damping
     while True:
-        flipped = h.flip(0, 1)
+        flipped = h.flip(0, 1).T  # which is the same, and lies as LAPACK wants it: it is factored where it is
         flipped.diagonal().add_(added * mean)
-        lower, failed = torch.linalg.cholesky_ex(flipped)
+        before = flipped.diagonal().clone()
+        lower, failed = torch.linalg.cholesky_ex(flipped, out=(flipped, torch.empty((), dtype=torch.int32)))
         # a pivot within rounding of nothing is no pivot: what is divided by it would be noise
         noise = len(h) * torch.finfo(torch.float64).eps
-        if not failed and (lower.diagonal().square() > noise * flipped.diagonal()).all():
+        if not failed and (lower.diagonal().square() > noise * before).all():
             return lower.flip(0, 1), added
         if added >= _MOST:
             raise Singular(f"the Hessian is not positive semi-definite: damping by {added:g} does not help", "recompute the statistics")

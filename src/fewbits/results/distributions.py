@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fewbits import formats, kernels
+from fewbits.allocator import give_back
 from fewbits.calibration.storing import Statistics
 from fewbits.progress import silent
 
@@ -71,7 +72,11 @@ def of(model: Model, artifact: Artifact, statistics: Known | None, progress: Pro
     chosen = sorted(model.weights, key=lambda weight: -_cost(artifact, weight))[:MOST]
     names = {weight.name for weight in chosen}
     weights = [weight for weight in model.weights if weight.name in names]
-    return tuple(_of(model, artifact, statistics, weight) for weight in progress(weights, len(weights), "looking at values"))
+    found = []
+    for weight in progress(weights, len(weights), "looking at values"):
+        found.append(_of(model, artifact, statistics, weight))
+        give_back()
+    return tuple(found)
 
 
 def _cost(artifact: Artifact, weight: Weight) -> float:

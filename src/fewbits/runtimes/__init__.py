@@ -5,14 +5,22 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import InputError, MissingError
+from fewbits.progress import silent
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fewbits.progress import Progress
+    from fewbits.spilled import Room
+
+Window = Sequence[int]
+PART = 512  # positions: logits are handed out for so many at a time, which is 260 MB at a vocabulary of 128,000
 
 
 class Session(ABC):
@@ -24,6 +32,14 @@ class Session(ABC):
     @abstractmethod
     def logits(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), vocabulary) float32
         """Of one sequence, from an empty cache."""
+
+    def parts(self, tokens: list[int]) -> Iterator[Tensor]:  # -> (PART, vocabulary) each, the last one shorter
+        """The same, of so many positions at a time."""
+        yield from self.logits(tokens).split(PART)
+
+    def each(self, windows: Sequence[Window], room: Room, progress: Progress[Any] = silent) -> Iterator[Iterator[Tensor]]:
+        """The parts of every window. A session that runs them together has `room` for what lies between."""
+        return (self.parts(list(window)) for window in windows)
 
     def embeddings(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), width) float32, or (1, width) where they are pooled
         """What a model without a head gives."""

@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import InputError, MissingError
-from fewbits.runtimes import Runtime, Session
+from fewbits.runtimes import PART, Runtime, Session
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PACKAGE, VERSION = "xllamacpp", "2026.10.11549"
-_BATCH = 512  # tokens per call: the buffer for logits stays at 512 * vocabulary * 4 bytes
 _LEADING_CONTEXT_DEFAULTS = [512, 2048, 512, 1]  # n_ctx, n_batch, n_ubatch, n_seq_max
 _DEBUG, _ERROR = 1, 4  # ggml's log levels
 _POOLINGS = {0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
@@ -122,7 +121,7 @@ class LlamaCppSession(Session):
             raise InputError(f"llama.cpp refuses `{path}`: {_last_complaint()}", "the file is damaged, or not made for this llama.cpp")
         params = library.llama_context_default_params()
         self.encodes = self._says(f"{self._says('general.architecture')}.attention.causal") == "false"
-        batch = context if self.encodes else min(context, _BATCH)  # an encoder reads a text at once
+        batch = context if self.encodes else min(context, PART)  # an encoder reads a text at once
         params.content[0], params.content[1], params.content[2] = context, batch, batch
         self._context = library.llama_init_from_model(self._model, params)
         if not self._context:
@@ -140,12 +139,15 @@ class LlamaCppSession(Session):
     def logits(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), vocabulary) float32
         import torch
 
+        return torch.cat(list(self.parts(tokens)))
+
+    def parts(self, tokens: list[int]) -> Iterator[Tensor]:
         if self.encodes:
             raise InputError("an encoder gives embeddings and no logits", "is it the file of another model?")
         self._check(len(tokens), tokens)
         self.forget()
-        starts = range(0, len(tokens), _BATCH)
-        return torch.cat([self.decode(tokens[start : start + _BATCH], start, every=True) for start in starts])
+        for start in range(0, len(tokens), PART):
+            yield self.decode(tokens[start : start + PART], start, every=True)
 
     def embeddings(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), width) float32, or (1, width) where they are pooled
         import numpy as np
@@ -165,8 +167,8 @@ class LlamaCppSession(Session):
         """Greedy, with llama.cpp's own cache: one token at a time after the prompt."""
         self._check(len(tokens) + count, tokens)
         self.forget()
-        for start in range(0, len(tokens), _BATCH):
-            last = self.decode(tokens[start : start + _BATCH], start, every=False)
+        for start in range(0, len(tokens), PART):
+            last = self.decode(tokens[start : start + PART], start, every=False)
         made: list[int] = []
         while len(made) < count:
             made.append(int(last[-1].argmax()))

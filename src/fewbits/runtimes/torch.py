@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import activations as rounding
 from fewbits import kv as caches
 from fewbits.errors import InputError
+from fewbits.files import sha256_of
+from fewbits.manifest import NAME
 from fewbits.runtimes import Runtime, Session
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fewbits.activations import Activation
+    from fewbits.artifact import Artifact
+    from fewbits.kept import Kept
+    from fewbits.model import Model, Weight
     from fewbits.planning import Plan
 
 
@@ -39,19 +45,16 @@ class _Module(Session):
             if activation.static:
                 rounding.static_scale(activation)  # one that is not calibrated yet is refused here, not at the first token
         self._activations = activations
-        self._rounded = [(submodules[name], activation) for name, activation in activations.items() if name in submodules]
+        self._rounded = {name: submodules[name] for name in activations if name in submodules}
 
     def logits(self, tokens: list[int]) -> Tensor:
         import torch
 
-        from fewbits.stacks import Products
-
-        with torch.inference_mode(), ExitStack() as hooks:
-            for module, activation in self._rounded:
-                hooks.enter_context(module.register_forward_pre_hook(_rounding_hook(activation)))
-            if self._stacks:
-                hooks.enter_context(_expert_by_expert(self._module))
-                hooks.enter_context(Products(self._stacks, change=self._round_expert))
+        with (
+            torch.inference_mode(),
+            _expert_by_expert(self._module) if self._stacks else nullcontext(),
+            rounding_inputs(self._activations, self._rounded, self._stacks),
+        ):
             if self._kv is None:
                 return self._run(tokens)
             from fewbits.kv_cache import QuantizedCache
@@ -70,9 +73,22 @@ class _Module(Session):
         logits: Tensor = out[0][0].float()
         return logits
 
-    def _round_expert(self, stack: str, expert: int, x: Tensor) -> Tensor:
-        activation = self._activations.get(f"{stack}.{expert}")
+
+@contextmanager
+def rounding_inputs(activations: Mapping[str, Activation], modules: Mapping[str, Any], stacks: Mapping[str, Tensor]) -> Iterator[None]:
+    """While inside, what these modules and the experts in these stacks read is rounded first."""
+    from fewbits.stacks import Products
+
+    def of_expert(stack: str, expert: int, x: Tensor) -> Tensor:
+        activation = activations.get(f"{stack}.{expert}")
         return x if activation is None else rounding.quantized(x, activation)
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(_rounding_hook(activations[name])))
+        if stacks:
+            hooks.enter_context(Products(stacks, change=of_expert))
+        yield
 
 
 def _rounding_hook(activation: Activation) -> Any:
@@ -99,6 +115,55 @@ def _expert_by_expert(module: Any) -> Iterator[None]:
 def of_module(module: Any, activations: Mapping[str, Activation] | None = None, kv: str | None = None) -> Session:
     """A session over a transformers module that is loaded already. `activations` by the path of the module that reads them."""
     return _Module(module, activations or {}, kv)
+
+
+def of_artifact(artifact: Artifact) -> Session:
+    """Many windows are run block by block, single ones by the whole module."""
+    from fewbits.streamed import StreamedSession
+
+    activations = readers(artifact.plan, artifact.weights)
+
+    def whole() -> Session:
+        return of_module(artifact.module(), activations, artifact.plan.kv)
+
+    # a cache is filled token by token, through all blocks
+    return whole() if artifact.plan.kv is not None else StreamedSession(Decoded(artifact), whole, activations)
+
+
+def of_model(model: Model, kept: Kept | None = None) -> Session:
+    """The float model, which others are judged beside: it is run once for all of them where there is a place to keep what it gives."""
+    from fewbits.streamed import StreamedSession
+
+    return StreamedSession(model, lambda: of_module(model.module()), kept=kept)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An artifact read as a checkpoint is."""
+
+    artifact: Artifact
+
+    @property
+    def config(self) -> Any:
+        return self.artifact.config
+
+    @property
+    def weights(self) -> Sequence[Weight]:
+        return self.artifact.weights
+
+    @property
+    def rest(self) -> Sequence[str]:
+        return self.artifact.rest
+
+    @property
+    def fingerprint(self) -> str:
+        return sha256_of(self.artifact.path / NAME)
+
+    def load(self, weight: Weight) -> Tensor:
+        return self.artifact.decoded(weight)
+
+    def tensor(self, name: str) -> Tensor:
+        return self.artifact.tensor(name)
 
 
 def readers(plan: Plan, weights: Any) -> dict[str, Activation]:
@@ -129,8 +194,7 @@ class Torch(Runtime):
     def open(self, path: Path, context: int) -> Session:
         from fewbits.artifact import Artifact
 
-        artifact = Artifact(path)
-        return of_module(artifact.module(), readers(artifact.plan, artifact.weights), artifact.plan.kv)
+        return of_artifact(Artifact(path))
 
 
 RUNTIME = Torch()

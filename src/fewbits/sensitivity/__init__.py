@@ -21,6 +21,7 @@ from fewbits.sensitivity.table import Cell, Container, Factor, Scores, Sensitivi
 
 if TYPE_CHECKING:
     from fewbits.calibration.storing import Statistics
+    from fewbits.executors.crew import Crew
     from fewbits.formats import Format
     from fewbits.kept import Kept
     from fewbits.model import Model, Weight
@@ -46,10 +47,11 @@ def measure(
     method: str = "auto",
     *,
     kept: Kept | None = None,
+    crew: Crew | None = None,
     progress: Progress[Any] = silent,
 ) -> Sensitivity:
     """Every weight in each of these formats that its shape allows, and in the format it has. `kept`: finished rows, for the next run
-    to go on from."""
+    to go on from. `crew`: who makes those that are not there."""
     if statistics.model_sha256 != model.fingerprint:
         raise InputError(f"`{statistics.folder}` holds statistics of another model", "calibrate this one first")
     runs, method = tuple(statistics.about["runs"]), method.lower()  # spelt as `methods.get` takes it
@@ -57,15 +59,19 @@ def measure(
     if kept:
         versions = {fmt.name: fmt.version for fmt in formats}
         kept = kept.of(source=model.fingerprint, statistics=statistics.digest, method=method, formats=versions)
-        found = {weight.name: kept.find("row", weight=weight.name) for weight in model.weights}
-        rows = {name: _restored(result.values) for name, result in found.items() if result}
+        rows = _found(model, kept)
     if rows:
         say(progress, f"going on: {len(rows)} of {len(model.weights)} weights were measured")
+    if crew and kept:
+        known, how = crew.knowledge(statistics, kept), {"formats": [fmt.name for fmt in formats], "method": method}
+        wanted = [({"weight": weight.name}, known.of(weight.name) | how) for weight in model.weights if weight.name not in rows]
+        crew.finish("row", wanted, kept, progress, "measuring")
+        rows = _found(model, kept)
     missing = [weight for weight in model.weights if weight.name not in rows]
     for name, row in progress(_measured(model, statistics, missing, formats, method), len(missing), "measuring"):
         rows[name] = row
         if kept:
-            kept.keep("row", _values(row), {}, weight=name)
+            kept.keep("row", values_of(row), {}, weight=name)
     return Sensitivity(
         model=model.path.name,
         model_sha256=model.fingerprint,
@@ -78,6 +84,11 @@ def measure(
     )
 
 
+def _found(model: Model, kept: Kept) -> dict[str, Row]:
+    found = {weight.name: kept.find("row", weight=weight.name) for weight in model.weights}
+    return {name: _restored(result.values) for name, result in found.items() if result}
+
+
 def _measured(
     model: Model, statistics: Statistics, weights: Sequence[Weight], formats: Sequence[Format], method: str
 ) -> Iterator[tuple[str, Row]]:
@@ -88,7 +99,7 @@ def _measured(
 
     def one(weight: Weight) -> tuple[str, Row]:
         torch.set_num_threads(1)
-        return weight.name, _row(model, statistics, weight, formats, method)
+        return weight.name, row_of(model, statistics, weight, formats, method)
 
     try:
         with ThreadPoolExecutor(workers) as pool:
@@ -101,7 +112,7 @@ def _measured(
         torch.set_num_threads(workers)
 
 
-def _row(model: Model, statistics: Statistics, weight: Weight, wanted: Sequence[Format], method: str) -> Row:
+def row_of(model: Model, statistics: Statistics, weight: Weight, wanted: Sequence[Format], method: str) -> Row:
     from fewbits import activations, formats
     from fewbits.sensitivity.predicting import Predictor, activation_kl, runtime_kl
 
@@ -125,5 +136,5 @@ def _restored(values: Mapping[str, Any]) -> Row:
     return Row({fmt: cell_of(cell) for fmt, cell in values["cells"].items()}, dict(values["activations"]))
 
 
-def _values(row: Row) -> dict[str, Any]:
+def values_of(row: Row) -> dict[str, Any]:
     return {"cells": {fmt: asdict(cell) for fmt, cell in row.cells.items()}, "activations": row.activations}

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from fewbits.progress import Progress
 
 _ALL = "all blocks"
+_ROWS = 24  # at the most: each is a branch that runs all blocks after it, and 100 of them would cost more than all else
 
 
 @dataclass(frozen=True)
 class Row:
-    block: int  # -1: what is in no block (embedding, output)
+    block: int  # -1: what is in no block (embedding, output); of a deep model the last of several that are looked at together
     weights: int
-    predicted: float | None  # KL of this block's weights; None: the plan was not made from measurements
+    predicted: float | None  # KL of its weights; None: the plan was not made from measurements
     predicted_so_far: float | None
     measured_so_far: float  # KL of the model with the blocks up to this one quantized
     hidden_error: float  # of what the block gives: squared, relative, mean over tokens
@@ -80,11 +81,14 @@ def accumulate(model: Model, artifact: Artifact, windows: Sequence[Sequence[int]
     at_the_ends = {weight.name: decoded(weight) for weight in outer}
     inside = {weight.name: decoded(weight) for block in inner for weight in block}
     streams = {_ALL: Stream(at_the_ends | inside)}
-    for index in range(-1, len(blocks) - 1):
+    step = -(-len(blocks) // _ROWS)
+    ends = [-1, *range(step - 1, len(blocks) - 1, step), len(blocks) - 1]
+    for index in ends[:-1]:
         streams[str(index)] = Stream(at_the_ends, parent=_ALL, start=index + 1)
     found = walk(model, windows, streams, memory, progress, watch=(_ALL,))
     rows, so_far = [], 0.0
-    for index, weights in enumerate([outer, *inner], start=-1):
+    for before, index in zip([-2, *ends], ends, strict=False):
+        weights = [weight for block in range(before + 1, index + 1) for weight in (outer if block < 0 else inner[block])]
         entries = [artifact.plan[weight.name].kl for weight in weights]
         known = [kl for kl in entries if kl is not None]
         predicted = math.fsum(known) if len(known) == len(entries) else math.nan

@@ -9,6 +9,8 @@ fitted to it looks better than it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import Condition
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from fewbits import feedback
 from fewbits.activations import Activation, quantized
+from fewbits.allocator import give_back
 from fewbits.rounding import decode, encode
 from fewbits.sensitivity.sampling import Drawn, draw
 from fewbits.sensitivity.table import Cell, Scores
@@ -28,21 +31,56 @@ if TYPE_CHECKING:
 ENOUGH = 1 << 16  # weights of which the errors are computed
 _FIRSTS, _DRAWN, _FEW = 32, 512, 128  # inputs whose rounding is tried, at position 0 and after it
 DAMPING = 0.03  # of a trial: what the search for the best amount mostly finds
+TOGETHER = 3 << 29  # bytes that weights on several threads may take at once for their Hessians; one that needs more has its turn alone
+_PIECE = 1 << 22  # numbers of a weight at a time, where a copy of all of them is not wanted
+
+
+class Turns:
+    """Threads side by side, as long as what they hold together is within a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+        self._changed = Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held or self._held + nbytes <= self._limit)
+            self._held += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= nbytes
+                self._changed.notify_all()
+
+
+_turns = Turns(TOGETHER)
+
+
+def held_by(cols: int, method: str) -> int:
+    """Bytes at the most for the Hessians of a weight: three in float32, or one there and three in float64 while it is factored."""
+    return (3 * 4 if method == "rtn" else 4 + 3 * 8) * cols**2
 
 
 class Predictor:
-    """Holds what the formats of one weight share: the rows that stand for it, and its factored Hessians."""
+    """Holds what the formats of one weight share: the rows that stand for it, and a factored Hessian."""
 
     def __init__(self, w: Tensor, statistics: WeightStatistics, method: str, weights: int = ENOUGH) -> None:
         self.statistics, self.method = statistics, method
         self.drawn = draw(_guess(w, statistics), max(1, weights // w.shape[1]))
         self.w = w[self.drawn.rows]
         self.rows = w.shape[0]
-        self._orders: dict[int, feedback.Ordered | None] = {}
+        self._order: tuple[int, feedback.Ordered | None] = 0, None  # of the columns that are fitted together, and of as many
 
     def cells(self, formats: Iterable[Format]) -> Iterator[tuple[str, Cell]]:
-        for fmt in formats:
-            yield fmt.name, self.cell(fmt)
+        """Formats that are fitted alike one after the other: their Hessian is factored once, and no two are held."""
+        wanted, cols = list(formats), self.w.shape[1]
+        with _turns.taken(held_by(cols, self.method)):
+            found = {fmt.name: self.cell(fmt) for fmt in sorted(wanted, key=lambda fmt: feedback.width(fmt, cols))}
+            self._order = 0, None
+        give_back()
+        yield from ((fmt.name, found[fmt.name]) for fmt in wanted)
 
     def cell(self, fmt: Format) -> Cell:
         if fmt.levels is None:
@@ -64,9 +102,10 @@ class Predictor:
     def _fed_back(self, fmt: Format) -> Tensor | None:
         """The error with feedback, fitted to the first half; None: no Hessian is to be had."""
         width = feedback.width(fmt, self.w.shape[1])
-        if width not in self._orders:
-            self._orders[width] = self._ordered(width)
-        order = self._orders[width]
+        if width != self._order[0]:
+            self._order = 0, None  # let go of before the next one is made
+            self._order = width, self._ordered(width)
+        order = self._order[1]
         if order is None:
             return None
         assert fmt.levels
@@ -140,7 +179,9 @@ def scores(error: Tensor, stats: WeightStatistics, drawn: Drawn) -> Scores:
 
 def _guess(w: Tensor, statistics: WeightStatistics) -> Tensor:
     """(rows,): what each row would lose to rounding in four bits, by columns alone."""
-    step = w.unflatten(1, (-1, 32)).abs().amax(2).square() if w.shape[1] % 32 == 0 else w.abs().amax(1, keepdim=True).square()
+    group = 32 if w.shape[1] % 32 == 0 else w.shape[1]
+    pieces = w.split(max(1, _PIECE // w.shape[1]))
+    step = torch.cat([piece.unflatten(1, (-1, group)).abs().amax(2).square() for piece in pieces])
     importance = statistics.importance() if statistics.has_importance else torch.ones(w.shape[1])
     by_group = importance.unflatten(0, (step.shape[1], -1)).sum(1)
     guess: Tensor = step @ by_group
@@ -148,7 +189,7 @@ def _guess(w: Tensor, statistics: WeightStatistics) -> Tensor:
     if statistics.gradient_square is not None:
         rows += statistics.output_sensitivity()
     if statistics.lookup is not None and statistics.lookup.fisher is not None:
-        role = float(statistics.lookup.fisher.sum(0).diagonal().mean()) / statistics.lookup.tokens
+        role = statistics.lookup.mean_gradient() / statistics.lookup.tokens
         own = _mean_energy(statistics)
         rows = rows * own + statistics.lookup.frequency() * role
     return guess * rows if bool(rows.any()) else guess

@@ -7,22 +7,24 @@ costs only the blocks after it. What is kept between blocks is one buffer of hid
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fewbits.allocator import give_back
 from fewbits.blocks import Blocks
-from fewbits.calibration.collecting import Buffers, batches
+from fewbits.calibration.collecting import batches
+from fewbits.spilled import Room
 from fewbits.verification import Measured
 
 if TYPE_CHECKING:
     from fewbits.blocks import Call
-    from fewbits.model import Model, Weight
+    from fewbits.model import Model
     from fewbits.progress import Progress
 
 FLOAT = "float"
@@ -60,13 +62,13 @@ def walk(
 
 class _Walk:
     def __init__(self, model: Model, windows: Sequence[Sequence[int]], streams: Mapping[str, Stream], scratch: Path, memory: int) -> None:
-        self.blocks, self.batches = Blocks(model), batches(windows)
+        self.blocks, self.batches = Blocks(model, memory).expect_chain(), batches(windows)
         self.streams = {name: replace(stream, start=self._start(stream)) for name, stream in streams.items()}
         self.outer = {weight.name: weight for weight in self.blocks.outer_weights}
+        self._left = {name for name, weight in self.outer.items() if weight.kind != "embedding" or weight.tied_to}  # read at the end
         self.calls: dict[tuple[int, ...], list[Call]] = {}
         self.hidden: dict[str, Tensor] = {}
-        self._scratch, self._memory = scratch, memory
-        self._buffers: Buffers | None = None
+        self._room = Room(scratch, memory)
 
     def run(self, progress: Progress[int], watch: Sequence[str]) -> Walked:
         self._enter(FLOAT, {})
@@ -88,18 +90,15 @@ class _Walk:
         return min(own) if own and inside else ENTRY
 
     def _enter(self, name: str, changed: Mapping[str, Callable[[], Tensor]]) -> None:
-        with self._swapped(list(self.outer.values()), changed):
+        with self.blocks.swapped(list(self.outer.values()), changed):
             for batch in self.batches:
                 hidden, calls = self.blocks.enter(batch.ids)
                 self.calls.setdefault(tuple(batch.ids.shape), calls)
-                if self._buffers is None:
-                    self._buffers = Buffers(self._scratch, self.batches[-1].where.stop, hidden.shape[-1], self._memory)
                 if name not in self.hidden:
-                    self.hidden[name] = self._buffers.new()
+                    self.hidden[name] = self._room.new((self.batches[-1].where.stop, hidden.shape[-1]))
                 self.hidden[name][batch.where] = hidden.reshape(-1, hidden.shape[-1])
 
     def _block(self, index: int) -> None:
-        assert self._buffers is not None
         weights = self.blocks.weights(index)
         here = {weight.name for weight in weights}
         # children first: they branch off what their parent had before this block
@@ -111,9 +110,9 @@ class _Walk:
                 begins = stream is not None and stream.start == index
                 source = self.hidden[stream.parent if stream and begins else name]
                 if begins:
-                    self.hidden[name] = self._buffers.new()
+                    self.hidden[name] = self._room.new(source.shape)
                 changed = {w: made for w, made in stream.changed.items() if w in here} if stream else {}
-                with self._swapped(weights, changed):
+                with self.blocks.swapped(weights, changed):
                     for batch in self.batches:
                         x = source[batch.where].view(*batch.ids.shape, -1)
                         out = self.blocks.run(block, x, self.calls[tuple(batch.ids.shape)][index])
@@ -128,7 +127,7 @@ class _Walk:
 
     def _leave(self, progress: Progress[Any]) -> dict[str, Measured]:
         measured = {name: Measured() for name in self.streams}
-        made = {name: {w: f() for w, f in stream.changed.items() if w in self.outer} for name, stream in self.streams.items()}
+        made = cache(lambda make: make())  # streams that change an output alike share it
         rows = [(batch, row) for batch in self.batches for row in range(len(batch.ids))]
         for batch, row in progress(rows, len(rows), "comparing outputs"):
             length = batch.ids.shape[1]
@@ -136,26 +135,9 @@ class _Walk:
             following = batch.ids[row, 1:]
             reference = self.blocks.leave(self.hidden[FLOAT][where].unsqueeze(0))[0, :-1]
             for name in self.streams:
-                own = {w: (lambda matrix=matrix: matrix) for w, matrix in made[name].items()}
-                with self._swapped(list(self.outer.values()), own):
+                own = {w: partial(made, make) for w, make in self.streams[name].changed.items() if w in self._left}
+                with self.blocks.swapped(list(self.outer.values()), own):
                     logits = self.blocks.leave(self.hidden[name if name in self.hidden else FLOAT][where].unsqueeze(0))[0, :-1]
                 measured[name].add(reference, logits, following)
+                give_back()
         return measured
-
-    @contextmanager
-    def _swapped(self, weights: Sequence[Weight], changed: Mapping[str, Callable[[], Tensor]]) -> Iterator[None]:
-        """These weights in place of their own while inside."""
-        before: list[tuple[Weight, Tensor]] = []
-        try:
-            for weight in weights:
-                if weight.name in changed:
-                    data = self.blocks.parameter(weight).data
-                    before.append((weight, data if weight.expert is None else weight.view(data).clone()))
-                    self.blocks.put(weight, changed[weight.name]())
-            yield
-        finally:
-            for weight, data in before:
-                if weight.expert is None:
-                    self.blocks.parameter(weight).data = data
-                else:
-                    self.blocks.put(weight, data)

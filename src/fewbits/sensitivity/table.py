@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fewbits import formats
-from fewbits.checkpoints.folder import read_json
+from fewbits.checkpoints import limits
+from fewbits.checkpoints.folder import read_text
 from fewbits.errors import InputError
 from fewbits.files import Staged
 from fewbits.model import Weight
@@ -18,10 +20,11 @@ from fewbits.model import Weight
 SCHEMA = 1
 _BLOCK = "block"
 _VALUES = 30_000_000  # of a JSON file: a mixture of 70,000 experts in two dozen formats
+_CELL = {"kl", "spread", "method", "scores"}
 _HINT = "make it anew with `fewbits measure`"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Scores:
     """Simpler measures of the same errors, each without what the next one knows."""
 
@@ -31,7 +34,7 @@ class Scores:
     diagonal: float  # tokens by their share in the loss too; channels still taken to be independent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a mixture has a million of them
 class Cell:
     kl: float  # predicted
     spread: float  # of the prediction, relative, from the rows that were not looked at
@@ -97,8 +100,11 @@ class Sensitivity:
 
 
 def read(path: Path) -> Sensitivity:
-    found: Any = read_json(path, "`fewbits measure` writes one", _VALUES)
+    text = read_text(path, "`fewbits measure` writes one")
+    if (count := limits.values_in(text)) > _VALUES:
+        raise InputError(f"`{path}` holds {count:,} values, more than {_VALUES:,}", "no honest file of this kind is so large")
     try:
+        found: Any = json.loads(text, object_hook=_made)
         if found["schema"] != SCHEMA:
             raise InputError(f"`{path}` has schema {found['schema']}, this fewbits reads schema {SCHEMA}", _HINT)
         return _checked(
@@ -108,7 +114,7 @@ def read(path: Path) -> Sensitivity:
                 runs=tuple(found["runs"]),
                 method=str(found["method"]),
                 weights=tuple(Weight(**{**row, "shape": (row["shape"][0], row["shape"][1])}) for row in found["weights"]),
-                rows={name: {fmt: cell_of(cell) for fmt, cell in row.items()} for name, row in found["rows"].items()},
+                rows={name: _row(row) for name, row in found["rows"].items()},
                 config=dict(found["config"]),
                 containers={name: Container(**row) for name, row in found["containers"].items()},
                 factors={kind: Factor(**row) for kind, row in found["factors"].items()},
@@ -116,8 +122,19 @@ def read(path: Path) -> Sensitivity:
                 activations={name: {key: float(kl) for key, kl in row.items()} for name, row in found["activations"].items()},
             )
         )
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as failure:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as failure:
         raise InputError(f"`{path}` is no table of sensitivities: {failure!r}", _HINT) from failure
+
+
+def _made(row: dict[str, Any]) -> Any:
+    """Cells as they are parsed: as dicts first, a million of them took 400 MB more."""
+    return cell_of(row) if row.keys() == _CELL else row
+
+
+def _row(row: dict[str, Any]) -> dict[str, Cell]:
+    if not all(isinstance(cell, Cell) for cell in row.values()):
+        raise ValueError(f"a cell has {', '.join(sorted(_CELL))}")
+    return row
 
 
 def runtime_block(columns: int) -> str:
@@ -127,7 +144,7 @@ def runtime_block(columns: int) -> str:
 
 def rounded(cell: Cell) -> Cell:
     """To five digits, of which a prediction has two: as it is made, so that a table read from a file gives the very same plan."""
-    scores = Scores(**{key: _digits(value) for key, value in vars(cell.scores).items()})
+    scores = Scores(**{key: _digits(value) for key, value in asdict(cell.scores).items()})
     return Cell(_digits(cell.kl), _digits(cell.spread), cell.method, scores)
 
 
@@ -160,4 +177,4 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
     scores = {key: float(value) for key, value in row["scores"].items()}
     if not all(map(math.isfinite, scores.values())):
         raise ValueError(f"a score is finite, these are {scores}")
-    return Cell(**numbers, method=str(row["method"]), scores=Scores(**scores))
+    return Cell(**numbers, method=sys.intern(str(row["method"])), scores=Scores(**scores))

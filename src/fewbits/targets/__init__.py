@@ -40,6 +40,7 @@ class Target(ABC):
     runtime: str  # the runtime that `verify` uses by default: a name in fewbits.runtimes
     candidates: tuple[str, ...]  # the formats that a plan chooses from unless told: those that are sometimes the best at their size
     marker: str | None = None  # where the output is a folder: the file in it that says so
+    takes_drafts: bool = False  # `write_draft` is there
     together: tuple[str, ...] = ()  # patterns as `--together` takes them: what a runtime fuses, a budget gives one format
 
     @property
@@ -81,6 +82,10 @@ class Target(ABC):
     @abstractmethod
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
         """The complete file at `path` (the caller names a temporary place and renames it)."""
+
+    def write_draft(self, draft: Draft, path: Path, progress: Progress[Any]) -> None:
+        """The same of a draft whose weights are all casts: a float file, without an artifact as large as the model."""
+        raise NotImplementedError
 
     @abstractmethod
     def written(self, path: Path) -> dict[str, str]:

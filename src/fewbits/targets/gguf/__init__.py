@@ -52,6 +52,7 @@ class Gguf(Target):
         "bf16",
     )
     file_name = f"{_STEM}.gguf"
+    takes_drafts = True
 
     def __init__(self, split_bytes: int | None = None) -> None:
         """`split_bytes`: of tensors in each of several files. The output is then a folder of them, with the plan beside them."""
@@ -115,6 +116,12 @@ class Gguf(Target):
         return headers + beside + sum(writing.padded(tensor.nbytes) for tensor in found) - draft.plan.nbytes
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
+        self._write(artifact, path, progress)
+
+    def write_draft(self, draft: Draft, path: Path, progress: Progress[Any]) -> None:
+        self._write(draft, path, progress)
+
+    def _write(self, artifact: Artifact | Draft, path: Path, progress: Progress[Any]) -> None:
         from fewbits.targets.gguf import writing
         from fewbits.targets.gguf.tensors import tensors
 

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import architectures
+from fewbits import architectures, manifest
 from fewbits.checkpoints import gguf_metadata
 from fewbits.checkpoints.folder import read_json
 from fewbits.checkpoints.gguf_metadata import Raw
@@ -36,9 +36,8 @@ def add_metadata(writer: Any, artifact: Artifact | Draft, tensors: list[FileTens
     writer.add_quantized_by("fewbits")
     writer.add_file_type(_file_type(tensors))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_string("fewbits.version", made.fewbits)
-    writer.add_string("fewbits.source", made.source)
-    writer.add_string("fewbits.source_sha256", made.sha256)
+    for key, value in manifest.said(made, artifact.plan).items():
+        writer.add_string(key, value)
     writer.add_string("fewbits.plan", artifact.plan.to_json())
 
 

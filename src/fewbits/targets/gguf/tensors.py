@@ -1,4 +1,4 @@
-"""The tensors of a file: each loads its bytes when its turn comes, so that one is in memory at a time."""
+"""The tensors of a file: each loads its bytes when its turn comes, piece by piece: one weight is in memory, or one expert of a stack."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FileTensor:
     type: str
     shape: tuple[int, ...]
     nbytes: int
-    load: Callable[[], Tensor]  # uint8
+    load: Callable[[], Iterable[Tensor]]  # uint8: piece by piece
 
 
 def tensors(artifact: Artifact | Draft) -> Iterator[FileTensor]:
@@ -48,7 +48,7 @@ def tensors(artifact: Artifact | Draft) -> Iterator[FileTensor]:
         for place in places(name):
             yield FileTensor(place.tensor, "F32", tuple(tensor.shape), 4 * tensor.numel(), partial(_kept, artifact, name, place))
     for name, factors in architectures.factors(artifact.config).items():
-        yield FileTensor(name, "F32", tuple(factors.shape), 4 * factors.numel(), partial(octets, factors))
+        yield FileTensor(name, "F32", tuple(factors.shape), 4 * factors.numel(), partial(_calculated, factors))
 
 
 def mixed_stack(plan: Plan, weights: Iterable[Weight]) -> str | None:
@@ -66,18 +66,17 @@ def _layout(plan: Plan, weight: Weight) -> Layout:
     return own
 
 
-def _packed(artifact: Artifact | Draft, weights: tuple[Weight, ...], place: Place) -> Tensor:
-    import torch
-
-    from fewbits.drafting import Draft
-
-    assert not isinstance(artifact, Draft), "a draft has no packed weights"
-    each = (_ordered(_layout(artifact.plan, weight).convert(artifact.parts(weight)), place) for weight in weights)
-    return next(each).contiguous() if weights[0].expert is None else torch.stack(list(each))
+def _packed(artifact: Artifact | Draft, weights: tuple[Weight, ...], place: Place) -> Iterator[Tensor]:
+    for weight in weights:
+        yield _ordered(_layout(artifact.plan, weight).convert(artifact.parts(weight)), place).contiguous()
 
 
-def _kept(artifact: Artifact | Draft, name: str, place: Place) -> Tensor:
-    return octets(_ordered(artifact.tensor(name), place).float() + place.added)
+def _kept(artifact: Artifact | Draft, name: str, place: Place) -> list[Tensor]:
+    return [octets(_ordered(artifact.tensor(name), place).float() + place.added)]
+
+
+def _calculated(factors: Tensor) -> list[Tensor]:
+    return [octets(factors)]
 
 
 def _ordered(rows: Tensor, place: Place) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fewbits import architectures
 from fewbits.checkpoints import gguf_metadata
@@ -44,16 +45,36 @@ def split(tensors: list[FileTensor], limit: int) -> list[Part]:
     return [Part(tuple(group), number, len(groups)) for number, group in enumerate(groups)]
 
 
-def write(artifact: Artifact, files: list[tuple[Path, Part]], progress: Progress[Any]) -> None:
+def write(artifact: Artifact | Draft, files: list[tuple[Path, Part]], progress: Progress[Any]) -> None:
     tensors = [tensor for _, part in files for tensor in part.tensors]
     steps = iter(progress(tensors, len(tensors), "writing gguf"))
     for path, part in files:
         with _writer(path, artifact) as writer:
             _write_header(writer, artifact, part, tensors)
             for _ in part.tensors:
-                writer.write_tensor_data(next(steps).load().numpy())
+                writer.write_tensor_data(_Pieces(next(steps)))
             writer.flush()
     next(steps, None)  # so that the progress bar ends
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """In the place of the array that the writer asks for: all it does is to compare its bytes with the header's and to write it.
+
+    Not by numpy's `tofile`, which on a full disk loses an array of less than 4 KB without a word."""
+
+    tensor: FileTensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def tofile(self, file: Any) -> None:
+        written = 0
+        for piece in self.tensor.load():
+            file.write(np.ascontiguousarray(piece.numpy()).reshape(-1).view(np.uint8).data)
+            written += piece.nbytes
+        assert written == self.nbytes, f"{self.tensor.name} has {written} bytes, its header says {self.nbytes}"
 
 
 def header_bytes(draft: Draft, parts: list[Part], scratch: Path) -> int:
@@ -95,12 +116,8 @@ def _writer(path: Path, artifact: Artifact | Draft) -> Iterator[Any]:
     writer = gguf_metadata.open_writer(path, architectures.of(artifact.config).gguf)
     try:
         yield writer
-    except OSError as failure:
-        if failure.errno is None:  # numpy reports a short write without the system's reason
-            raise OSError(errno.ENOSPC, "No space left on device") from failure
-        raise
-    finally:
-        try:
+    except BaseException:
+        with suppress(OSError):  # buffered bytes that no longer fit must not hide the error that is on its way
             writer.close()
-        except OSError:  # buffered bytes that no longer fit must not hide the error that is on its way
-            writer.fout = None
+        raise
+    writer.close()
