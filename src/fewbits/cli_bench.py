@@ -9,6 +9,7 @@ import typer
 
 from fewbits import cli_gpu
 from fewbits.cli_options import Calibration, HeldOut, Json, ModelArg, Samples, Tokens, names_of, progress_for, show_json
+from fewbits.errors import InputError
 
 FormatNames = Annotated[
     list[str] | None, typer.Option("--format", "--formats", help="A format, or several with commas. Default: the usual dozen.")
@@ -212,6 +213,65 @@ def decode(
         show_json(result.to_dict())
     else:
         generation.bench(result)
+
+
+@bench.command()
+def scale(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for scaling.json and scaling.svg, and for the models meanwhile.")],
+    sizes: Annotated[str, typer.Option("--sizes", help="Billion weights, with commas; blocks stay the same.")] = "0.1,0.3,1,3",
+    widths: Annotated[str, typer.Option("--widths", help="Hidden sizes of more models of 0.3 billion, with commas.")] = "1024,3072",
+    samples: Samples = 4,
+    tokens: Tokens = 256,
+    formats: Annotated[str, typer.Option("--formats", help="Formats to choose from, with commas.")] = "q3_k,q5_k,q6_k",
+    method: Annotated[str, typer.Option("--method", help="rtn; auto and gptq take four times as long.")] = "rtn",
+    as_json: Json = False,
+) -> None:
+    """Peak memory and time of a whole run against the size of the model, random weights: flat and linear if a block bounds them."""
+    from fewbits.benchmarks import scaling as bench_scaling
+    from fewbits.reporting import scaling
+
+    run = bench_scaling.Run(samples=samples, tokens=tokens, formats=formats, method=method)
+    billions, hidden = numbers_of(sizes, "--sizes"), [int(width) for width in numbers_of(widths, "--widths")]
+    result = bench_scaling.scale(out, billions, hidden, run, progress_for(as_json, False))
+    if as_json:
+        show_json(result.to_dict())
+    else:
+        scaling.table(result)
+
+
+@bench.command()
+def workers(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for workers.json and workers.svg, and for the model meanwhile.")],
+    workers: Annotated[str, typer.Option("--workers", help="Numbers of workers, with commas.")] = "1,2,4",
+    hidden: Annotated[int, typer.Option("--hidden", min=256, help="Width of the model, a multiple of 1024.")] = 1024,
+    blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks of the model.")] = 4,
+    executor: Annotated[str, typer.Option("--executor", help="local or ray.")] = "local",
+    paper: Annotated[bool, typer.Option("--paper", help="Instead: what 405 billion weights cost, from the workers.json there.")] = False,
+    cores: Annotated[int, typer.Option("--cores", min=1, help="On paper: processors of a worker.")] = 32,
+    as_json: Json = False,
+) -> None:
+    """Speed-up against workers of one thread each, on a model of random weights; or, on paper, 1, 8 and 64 workers for 405 billion."""
+    from fewbits.benchmarks import on_paper
+    from fewbits.benchmarks import workers as bench_workers
+    from fewbits.reporting import workers as report
+
+    if paper:
+        found = on_paper.on_paper(out / "workers.json", cores=cores)
+        show_json(found.to_dict()) if as_json else report.on_paper(found)
+        return
+    counts, shape = [int(number) for number in numbers_of(workers, "--workers")], bench_workers.shape_of(hidden, blocks)
+    result = bench_workers.bench_workers(out, counts, shape, executor=executor, progress=progress_for(as_json, False))
+    show_json(result.to_dict()) if as_json else report.table(result)
+
+
+def numbers_of(text: str, option: str) -> list[float]:
+    try:
+        found = [float(name) for name in names_of(text)]
+    except ValueError:
+        found = [-1.0]
+    if any(not 0 < number < 1e6 for number in found):
+        raise InputError(f"`{option} {text}` is not a list of numbers", "for example 0.1,0.3")
+    return found
 
 
 def _names(given: list[str] | None) -> list[str]:

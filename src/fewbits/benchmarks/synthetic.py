@@ -1,15 +1,22 @@
-"""A model of random weights in its packed form, as large as asked for, made without ever being whole in float: for timing alone."""
+"""Models of random weights, as large as asked for and never whole in memory: for timing alone.
+
+A Llama in its packed form stands for an artifact; a checkpoint of one is written shard by shard.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fewbits import formats, methods, planning
+from fewbits import embedded, formats, methods, planning
 from fewbits.artifact import Provenance
+from fewbits.files import remove
 from fewbits.model import Weight
 from fewbits.targets import Target
 
@@ -75,3 +82,67 @@ class SyntheticLlama:
         inside = ("input_layernorm", "post_attention_layernorm")
         layers = [f"model.layers.{i}.{name}.weight" for i in range(self.config.num_hidden_layers) for name in inside]
         return [*layers, "model.norm.weight"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama whose output is tied to its embedding. By default 42 million weights in a block, 66 million in the embedding."""
+
+    blocks: int
+    hidden: int = 2048
+    inner: int = 4096
+    vocabulary: int = 32000
+
+    @property
+    def block(self) -> int:
+        return 4 * self.hidden**2 + 3 * self.hidden * self.inner
+
+    @property
+    def weights(self) -> int:
+        return self.blocks * self.block + self.vocabulary * self.hidden
+
+    @classmethod
+    def of(cls, billions: float, hidden: int = 2048) -> Shape:
+        """As near to this many weights as whole blocks come."""
+        one = cls(1, hidden, 2 * hidden)
+        blocks = round((billions * 1e9 - one.vocabulary * hidden) / one.block)
+        return cls(max(1, blocks), hidden, 2 * hidden)
+
+
+def write_checkpoint(folder: Path, shape: Shape) -> None:
+    """In 16 bits, a shard for each block, one of which is in memory at a time. What a layer gives is about as large as what it reads."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    remove(folder)
+    folder.mkdir(parents=True)
+    heads = max(1, shape.hidden // 64)
+    config = LlamaConfig(
+        hidden_size=shape.hidden, intermediate_size=shape.inner, num_hidden_layers=shape.blocks, num_attention_heads=heads,
+        num_key_value_heads=heads, vocab_size=shape.vocabulary, max_position_embeddings=2048, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=1, architectures=["LlamaForCausalLM"], dtype="float16",
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # of fewer tokens than the vocabulary has: the rest is never drawn
+        shutil.copyfile(embedded.MODEL / name, folder / name)
+    generator, shards = torch.Generator().manual_seed(shape.blocks), _shards(shape)
+    shard_of: dict[str, str] = {}
+    for number, tensors in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        made = {
+            name: (torch.randn(sides, generator=generator) / sides[-1] ** 0.5 if len(sides) == 2 else torch.ones(sides)).half()
+            for name, sides in tensors.items()
+        }
+        save_file(made, folder / file, metadata={"format": "pt"})
+        shard_of |= dict.fromkeys(tensors, file)
+    index = {"metadata": {"total_size": 2 * shape.weights}, "weight_map": shard_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _shards(shape: Shape) -> list[dict[str, tuple[int, ...]]]:
+    hidden, inner = shape.hidden, shape.inner
+    inside: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+    inside |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    inside |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    ends: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden), "model.norm.weight": (hidden,)}
+    return [ends, *({f"model.layers.{i}.{name}.weight": sides for name, sides in inside.items()} for i in range(shape.blocks))]

@@ -1,0 +1,113 @@
+"""`fewbits bench scale`: peak memory and time of a whole run against the size of the model.
+
+Llamas of random weights grow by the number of their blocks, which stay the same: work that is bounded by a block is then flat in memory
+and linear in time. Beside them, models of one size whose blocks grow. Each goes through calibrating, measuring, planning, quantizing,
+exporting and verifying in a process of its own, by the call that `fewbits quantize` makes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fewbits.benchmarks.synthetic import Shape, write_checkpoint
+from fewbits.benchmarks.watching import Watched, followed, watch
+from fewbits.errors import MissingError
+from fewbits.files import remove, to_json
+from fewbits.progress import Progress, silent
+
+SIZES = (0.1, 0.3, 1.0, 3.0)  # billion weights
+WIDTHS = (1024, 3072)  # hidden sizes, beside the usual 2048
+_WIDE = 0.3  # billion weights of the models whose width differs
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is asked of every model. Little text: time grows with it alike at every size, and memory no further than `--memory`."""
+
+    samples: int = 4
+    length: int = 128
+    tokens: int = 256
+    size: str = "4.5bpw"
+    formats: str = "q3_k,q5_k,q6_k"  # that llama.cpp maps: of q4_k it holds a copy, laid out otherwise, which is its own and grows
+    method: str = "rtn"
+
+    def options(self) -> dict[str, Any]:
+        return asdict(self) | {"formats": self.formats.split(",")}
+
+
+@dataclass(frozen=True)
+class Point:
+    shape: Shape
+    weights: int
+    block_bytes: int  # of one block in float32
+    model_bytes: int
+    file_bytes: int
+    kl: float | None
+    watched: Watched
+
+
+@dataclass(frozen=True)
+class Scaling:
+    run: Run
+    threads: int
+    deeper: tuple[Point, ...]  # by the number of blocks
+    wider: tuple[Point, ...]  # by the width of a block
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def scale(
+    out: Path, sizes: Sequence[float] = SIZES, widths: Sequence[int] = WIDTHS, run: Run | None = None, progress: Progress[Any] = silent
+) -> Scaling:
+    """One after the other in `out`, where scaling.json and scaling.svg stay, and the models do not."""
+    import torch
+
+    from fewbits.reporting import scaling
+
+    run = run or Run()
+    if not Path("/proc/self/status").is_file():
+        raise MissingError("this system does not say how much memory a process has", "run it on Linux, which has /proc")
+    out.mkdir(parents=True, exist_ok=True)
+    deeper, wider = [Shape.of(size) for size in sizes], [Shape.of(_WIDE, width) for width in widths]
+    points = {shape: point(shape, run, out / "run") for shape in progress([*deeper, *wider], len(deeper) + len(wider), "models")}
+    found = Scaling(run, torch.get_num_threads(), tuple(points[shape] for shape in deeper), tuple(points[shape] for shape in wider))
+    (out / "scaling.json").write_text(to_json(found.to_dict()))
+    (out / "scaling.svg").write_text(scaling.picture(found))
+    return found
+
+
+def point(shape: Shape, run: Run, folder: Path) -> Point:
+    """Made, run and removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder).free) < 2 * shape.weights:
+        hint = "give smaller `--sizes`, or another `-o`"
+        raise MissingError(f"a model of {2 * shape.weights / 1e9:.1f} GB is larger than what is free, {free / 1e9:.1f} GB", hint)
+    model, out = folder / "model", folder / "out"
+    try:
+        write_checkpoint(model, shape)
+        remove(out)
+        out.mkdir()
+        watched, result = watch([sys.executable, "-m", __name__, str(model), str(out / "model.gguf"), json.dumps(run.options())], out)
+        stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        return Point(shape, shape.weights, 4 * shape.block, stored, result["bytes"], result["kl"], watched)
+    finally:
+        remove(folder)
+
+
+def _run(model: str, out: str, options: str) -> None:
+    """In the child."""
+    from fewbits.pipeline import quantize
+
+    result = quantize(model, out, offline=True, progress=followed, **json.loads(options))
+    sys.stdout.write(json.dumps({"bytes": Path(out).stat().st_size, "kl": getattr(result.verdict, "kl_mean", None)}) + "\n")
+
+
+if __name__ == "__main__":
+    _run(*sys.argv[1:])
