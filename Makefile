@@ -5,7 +5,7 @@ NATIVE := CMakeLists.txt $(wildcard src/fewbits/kernels/native/*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: bench-gpu-compile browser demo docs fuzz soak test test-all test-neon test-sanitized lint format wheel wheel-check train clean readme-results
+.PHONY: bench-gpu-compile bench-scale bench-workers browser demo docs fuzz soak test test-all test-neon test-sanitized lint format wheel wheel-check train clean readme-results
 
 demo: .venv/ready
 	$(BIN)/fewbits demo -o demo-out
@@ -30,6 +30,15 @@ browser:
 bench-gpu-compile: .venv/ready
 	$(BIN)/python -m fewbits.kernels.triton.listing docs/kernels.md
 
+# Peak memory and time of the whole way against the size of the model: build/scale/scaling.svg.
+bench-scale: .venv/ready
+	$(BIN)/fewbits bench scale -o build/scale
+
+# Speed-up against the number of workers, one thread each, and what that makes of a model of 405 billion weights: docs/scale.md.
+bench-workers: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/fewbits bench workers -o bench-workers --workers 1,2,4
+	$(BIN)/python tools/draw_workers.py bench-workers
+
 # Kernels of AArch64 in an emulator; needs a cross compiler and qemu, says so, and is no part of `make test`.
 test-neon:
 	$(MAKE) -C tests/native neon
@@ -46,9 +55,10 @@ docs: .venv/ready
 soak: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py
 
-# Readers of files under atheris, native decoders under libFuzzer (apt-get install clang), SECONDS each.
+# Readers of files under atheris, native decoders under libFuzzer, SECONDS each; needs clang, and says so.
 SECONDS ?= 60
 fuzz: .venv/ready
+	$(MAKE) -C tests/fuzz clang
 	$(PIP) atheris
 	$(MAKE) -C tests/fuzz readers PYTHON=$(CURDIR)/$(BIN)/python SECONDS=$(SECONDS)
 	$(MAKE) -C tests/fuzz decoders SECONDS=$(SECONDS)
@@ -86,7 +96,7 @@ train: .venv/ready
 .venv/ready: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) cmake ninja nanobind scikit-build-core
-	$(PIP) --no-build-isolation -e '.[ct,docs,genai,lint,llamacpp,onnx,test,triton]'
+	$(PIP) --no-build-isolation -e '.[ct,docs,genai,lint,llamacpp,onnx,ray,test,triton]'
 	touch $@
 
 clean:

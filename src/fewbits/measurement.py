@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import budgeted, calibration, preparation, sensitivity, targets
+from fewbits import budgeted, calibration, executors, preparation, sensitivity, targets
 from fewbits import kept as results
 from fewbits import model as models
 from fewbits.calibration import Paths
@@ -55,19 +55,22 @@ def measure(
     held_out: Paths = (),
     tokens: int = TOKENS,
     memory: int = calibration.MEMORY,
+    executor: str = executors.LOCAL,
+    store: str | None = None,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Measured:
     """Predicted KL of every weight in every format that the target carries. Interrupted, it goes on where it was.
 
     probes: so many weights are also measured directly, each in three formats, on `held_out` text; what the prediction misses on average
-    corrects the other weights of their kind. kv: formats of the KV cache, measured directly on the same text.
+    corrects the other weights of their kind. kv: formats of the KV cache, measured directly on the same text. executor, store: who
+    measures the weights, as `quantize` takes them.
     """
     from fewbits import kv as caches
     from fewbits import kv_cache, methods
     from fewbits.sensitivity import probing
 
-    path, target = Path(out), targets.get(to)
+    path, target, workers = Path(out), targets.get(to), executors.parse(executor, store)
     methods.get(method)
     for name in kv:
         caches.get(name)
@@ -75,8 +78,9 @@ def measure(
     statistics = Statistics(Path(stats)).expect(source.weights)
     candidates = budgeted.candidates_for(source, target, tuple(formats))
     windows = preparation.held_out_windows(source, held_out, None, tokens) if probes or kv else []
-    with results.opened(path.with_name(f"{path.name}.work")) as kept:  # only until it is done
-        table = sensitivity.measure(source, statistics, candidates, method, kept=kept, progress=progress)
+    work = path.with_name(f"{path.name}.work")  # only until it is done
+    with results.opened(work, progress=progress) as kept, executors.opened(workers, source, model, offline) as crew:
+        table = sensitivity.measure(source, statistics, candidates, method, kept=kept, crew=crew, progress=progress)
         found: list[Probe] = []
         if kv:
             rows = kv_cache.measure(source, list(kv), [min(map(len, windows))], windows, progress)

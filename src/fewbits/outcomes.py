@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,8 +16,11 @@ from fewbits.progress import say
 from fewbits.rewrites.bias import corrected_bias
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fewbits.artifact import Artifact
     from fewbits.calibration.statistics import InputStatistics, WeightStatistics
+    from fewbits.executors.crew import Crew
     from fewbits.kept import Kept, Result
     from fewbits.model import Model, Weight
     from fewbits.planning import Plan
@@ -29,22 +33,33 @@ class Known(Protocol):
     def of(self, weight: str) -> WeightStatistics | None: ...
 
 
+class Chosen(Protocol):
+    """What a plan says of a weight, as far as its codes go."""
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def method(self) -> str: ...
+
+
 _UNSEEN = "calibration saw none of its inputs: rounded without them"  # an expert that was never chosen, a convolution in groups
 Stream = Iterator[tuple["Weight", "Outcome"]]
 
 
-def independent(model: Model, plan: Plan, statistics: Known | None, progress: Progress[Any], kept: Kept | None = None) -> Stream:
+def independent(
+    model: Model, plan: Plan, statistics: Known | None, progress: Progress[Any], kept: Kept | None = None, crew: Crew | None = None
+) -> Stream:
     """No weight knows of another's errors: any order gives the same codes, and one that was quantized before in the same format by the
-    same method is the same. `kept` tells apart models and statistics."""
+    same method is the same. `kept` tells apart models and statistics. `crew`: who makes what is not there, all of it first."""
     own = {weight.name: _parameters(plan, weight) for weight in model.weights}
     if found := sum(kept.has("weight", **each) for each in own.values()) if kept else 0:
         say(progress, f"going on: {found} of {len(own)} weights were there")
-    for weight in progress(model.weights, len(model.weights), "quantizing"):
-        done = kept.find("weight", **own[weight.name]) if kept else None
-        outcome = restored(done) if done else _quantized(model, plan, weight, statistics)
-        if kept and not done:
-            keep(kept, "weight", outcome, **own[weight.name])
-        yield weight, outcome
+    if crew and kept:
+        known = crew.knowledge(statistics, kept)
+        crew.finish("weight", [(each, known.of(name)) for name, each in own.items()], kept, progress, "quantizing")
+    for weight in progress(model.weights, len(model.weights), "gathering" if crew else "quantizing"):
+        yield weight, _once(kept, own[weight.name], partial(quantized, model, weight, plan[weight.name], statistics))
 
 
 def sequential(
@@ -67,29 +82,39 @@ def sequential(
     with kept.scratch() if kept else tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
         walk = Sequential(blocks, samples, Path(scratch), memory)
         for weight in blocks.outer_weights:
-            yield weight, _quantized(model, plan, weight, statistics)
+            yield weight, _once(kept, _parameters(plan, weight), partial(quantized, model, weight, plan[weight.name], statistics))
         before = hash_of(samples)  # all that the inputs of a block depend on
         for index in progress(range(len(blocks)), len(blocks), "quantizing, block by block"):
             weights, decoded = blocks.weights(index), {}
-            inputs: Mapping[str, InputStatistics] | None = None  # taken when a weight asks for them
+            inputs = cache(partial(walk.inputs, index))  # taken when a weight asks for them
             for weight in weights:
                 own = _parameters(plan, weight) | {"before": before}
-                done = kept.find("weight", **own) if kept else None
-                if done is None and inputs is None:
-                    inputs = walk.inputs(index)
-                outcome = restored(done) if done else _quantized(model, plan, weight, statistics, (inputs or {}).get(weight.name))
-                if kept and not done:
-                    keep(kept, "weight", outcome, **own)
+                outcome = _once(kept, own, partial(quantized, model, weight, plan[weight.name], statistics, inputs))
                 decoded[weight.name] = kernels.decode(formats.get(plan[weight.name].format), outcome.parts, weight.shape)
                 yield weight, outcome
             before = hash_of([before, [_parameters(plan, weight) for weight in weights]])
             walk.advance(index, decoded)
 
 
+def _once(kept: Kept | None, own: Mapping[str, Any], make: Callable[[], Outcome]) -> Outcome:
+    """As an earlier run kept it, or made now and kept for the next."""
+    if kept and (done := kept.find("weight", **own)):
+        return restored(done)
+    outcome = make()
+    if kept:
+        keep(kept, "weight", outcome, **own)
+    return outcome
+
+
 def keep(kept: Kept, step: str, outcome: Outcome, **parameters: Any) -> None:
+    kept.keep(step, *packed(outcome), **parameters)
+
+
+def packed(outcome: Outcome) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The values and the tensors of what is kept of it."""
     how = {key: value for key, value in vars(outcome).items() if key not in {"parts", "bias"}}
     bias = {} if outcome.bias is None else {"bias": outcome.bias}
-    kept.keep(step, how, {f"part:{name}": part for name, part in outcome.parts.items()} | bias, **parameters)
+    return how, {f"part:{name}": part for name, part in outcome.parts.items()} | bias
 
 
 def restored(result: Result) -> Outcome:
@@ -128,13 +153,19 @@ class Stored(Mapping[str, Outcome]):
         return len(self._weights)
 
 
-def _quantized(model: Model, plan: Plan, weight: Weight, statistics: Known | None, seen: InputStatistics | None = None) -> Outcome:
-    """`seen`: its inputs as they are now, in place of those that the statistics hold."""
-    entry, fmt, w = plan[weight.name], formats.get(plan[weight.name].format), model.load(weight)
-    known = statistics.of(weight.name) if statistics else None
+def quantized(
+    model: Model,
+    weight: Weight,
+    chosen: Chosen,
+    statistics: Known | None,
+    inputs: Callable[[], Mapping[str, InputStatistics]] = dict,
+) -> Outcome:
+    """`inputs`: of weights by name, as they are now, in place of those that the statistics hold."""
+    fmt, w = formats.get(chosen.format), model.load(weight)
+    known, seen = statistics.of(weight.name) if statistics else None, inputs().get(weight.name)
     if known is not None and seen is not None and seen.tokens():
         known = replace(known, input=seen)
-    method = methods.get(entry.method)
+    method = methods.get(chosen.method)
     if statistics and method.needs_statistics and fmt.levels is not None and not (known and known.has_importance):
         return replace(methods.get("rtn").quantize(w, fmt), notes=(_UNSEEN,))
     outcome = method.quantize(w, fmt, known)

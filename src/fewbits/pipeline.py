@@ -14,6 +14,7 @@ from fewbits import (
     budgeted,
     calibration,
     embeddings,
+    executors,
     formats,
     manifest,
     methods,
@@ -26,7 +27,7 @@ from fewbits import (
 )
 from fewbits import model as models
 from fewbits import rounds as loop
-from fewbits.calibration import Paths
+from fewbits.calibration import Paths, sharding
 from fewbits.calibration.coverage import Coverage
 from fewbits.checkpoints.folder import read_text
 from fewbits.embeddings import EmbeddingVerdict
@@ -40,7 +41,7 @@ from fewbits.planning.wishes import Wishes, listed
 from fewbits.preflight import Work, preflight
 from fewbits.progress import say, silent
 from fewbits.verification import Thresholds, Verdict
-from fewbits.verifying import TOKENS, bits_per_weight, float_file, size_of, verified, verify
+from fewbits.verifying import REFERENCE, TOKENS, bits_per_weight, float_file, size_of, verified, verify
 
 if TYPE_CHECKING:
     from fewbits.making import Made
@@ -131,6 +132,9 @@ def quantize(
     length: int | None = None,
     tokens: int = TOKENS,
     no_verify: bool = False,
+    shards: int = 1,
+    executor: str = executors.LOCAL,
+    store: str | None = None,
     fresh: bool = False,
     offline: bool = False,
     progress: Progress[Any] = silent,
@@ -140,8 +144,10 @@ def quantize(
     What can be refused is refused before any work. `to` follows from the name of `out` where it is not given. `data` is text to
     calibrate with; what is judged on is `held_out`, or a part of `data` that calibration does not see, or the embedded text.
     What is finished is kept beside `out`: a run that was killed is gone on with by the same call, unless it is to be `fresh`.
+    `executor`: who measures and quantizes the weights, with the same bytes; `shards`: parts of the text that its workers calibrate.
     """
     asked = dict(locals())  # for the command line that says the same
+    workers = executors.parse(executor, store, {"--sequential": sequential, "--tune": tune})
     target, limits = target_for(Path(out), to, split), Thresholds(max_kl, min_agreement, max_ppl_ratio, min_cosine)
     path, budget = output_path(Path(out), target), Budget(size, fits, context, limits)
     wished = Wishes(listed(formats), listed(override), listed(together), strategy, kv, min_speed, bandwidth)
@@ -169,6 +175,7 @@ def quantize(
     text = preparation.split(
         source, data, held_out, samples if sequential or tune > 0 or (stats is None and needs) else 0, length, seed, tokens
     )
+    sharding.check(text.samples if stats is None and needs else None, shards)
     if not no_verify:
         runtimes.needed(runtimes.get(target.runtime))
     ahead = preflight(
@@ -183,17 +190,18 @@ def quantize(
             feedback=method != "rtn",
             makes=rounds if made is None and budget.by_accuracy else 1,
             verified=0 if no_verify else tokens,
+            size=size,
         ),
         made,
     )
     ahead.check()
     say(progress, ahead.line())
     work = path.with_name(f"{path.name}.work")
-    with opened(work, fresh) as kept:
-        maker = Maker(source, target, text, work, kept, progress, stats, rewrite, sequential, tune, memory)
+    with opened(work, fresh, progress) as kept, executors.opened(workers, source, model, offline) as crew:
+        maker = Maker(source, target, text, work, kept, progress, stats, rewrite, sequential, tune, memory, crew, shards)
 
         def judged(file: Path) -> Verdict | EmbeddingVerdict:
-            return verified(file, source, text.windows, runtimes.get(target.runtime), limits, True, progress, kept)
+            return verified(file, source, text.windows, runtimes.get(target.runtime), limits, True, progress, kept, memory)
 
         if made is not None:
             done = maker.make(made, path)
@@ -213,6 +221,7 @@ def quantize(
         result = replace(result, gathered=gathered)
         results.write(work, result.to_dict())
         provenance.record(path)
+        kept.drop_step(REFERENCE)  # large, and soon made again
         kept.forget_unused()
         return result
 

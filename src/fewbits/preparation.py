@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fewbits import calibration, embedded, formats, methods, planning, texts
 from fewbits.activations import Activation
-from fewbits.calibration import Paths, storing
+from fewbits.calibration import Paths, sharding, storing
 from fewbits.calibration.collecting import STEPS
 from fewbits.calibration.coverage import Coverage, coverage
 from fewbits.calibration.data import documents
@@ -24,6 +24,7 @@ from fewbits.progress import say
 if TYPE_CHECKING:
     from fewbits.calibration.data import Samples
     from fewbits.calibration.statistics import WeightStatistics
+    from fewbits.executors.crew import Crew
     from fewbits.kept import Kept
     from fewbits.model import Model
     from fewbits.planning import Plan
@@ -159,9 +160,18 @@ def _rewrite(asked: str, plan: Plan) -> Any:
 
 
 def statistics_for(
-    source: Model, stats: str | Path | None, drawn: Samples | None, memory: int, folder: Path, kept: Kept, progress: Progress[Any]
+    source: Model,
+    stats: str | Path | None,
+    drawn: Samples | None,
+    memory: int,
+    folder: Path,
+    kept: Kept,
+    progress: Progress[Any],
+    shards: int = 1,
+    crew: Crew | None = None,
 ) -> Statistics | ImportanceMatrix | None:
-    """Those given (a folder, or llama.cpp's importance matrix), those of an earlier run over the same model and text, or new ones."""
+    """Those given (a folder, or llama.cpp's importance matrix), those of an earlier run over the same model and text, or new ones: in so
+    many shards, which a crew takes apart."""
     if stats is not None and Path(stats).is_file():
         return ImportanceMatrix(Path(stats), source)
     if stats is not None:
@@ -171,7 +181,7 @@ def statistics_for(
         return found
     if drawn is None:
         return None
-    own: dict[str, Any] = {"source": source.fingerprint, "text": hash_of(drawn.ids)}
+    own: dict[str, Any] = {"source": source.fingerprint, "text": hash_of(drawn.ids), "shards": shards}
     done = kept.find("statistics", **own)
     if done is not None and (folder / storing.ABOUT).is_file():
         with suppress(InputError):  # damaged: made anew
@@ -179,8 +189,12 @@ def statistics_for(
             if found.digest == done.values["digest"]:
                 say(progress, "going on: the statistics of this text were there")
                 return found
-    found = calibration.collect(source, drawn, folder, memory=memory, kept=kept, progress=progress)
+    if shards > 1:
+        found = sharding.collect(source, drawn, folder, shards, kept=kept, crew=crew, memory=memory, progress=progress)
+    else:
+        found = calibration.collect(source, drawn, folder, memory=memory, kept=kept, progress=progress)
     kept.keep("statistics", {"digest": found.digest}, {}, **own)
+    sharding.forget(kept)
     for step in STEPS:  # what is of use is in the folder now
         kept.drop_step(step)
     return found

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fewbits import embedded, texts
+from fewbits import embedded, executors, texts
 from fewbits import kept as results
 from fewbits import model as models
 from fewbits.calibration import data as sources
@@ -58,24 +58,37 @@ def calibrate(
     memory: int = MEMORY,
     merge: Paths = (),
     imatrix: str | Path | None = None,
+    shards: int = 1,
+    executor: str = executors.LOCAL,
+    store: str | None = None,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Calibrated:
     """Statistics of this text, and how well it represents use. `held_out` is the text that results will be judged on; `merge` are
-    statistics of other texts, taken before with the same options, that these are added to."""
+    statistics of other texts, taken before with the same options, that these are added to. `shards`: parts of the samples that go through
+    the model apart, each by one of the workers of the executor."""
+    from fewbits.calibration import sharding
+
+    workers = executors.parse(executor, store)
     source = model if isinstance(model, Model) else models.open(model, offline)
     drawn = draw(source, data, samples, length, seed)
     text = "\n\n".join(d.text for d in sources.documents(listed(held_out), source.tokenizer)) if held_out else embedded.verification_text()
     evaluation = texts.windows(text, source.tokenizer, texts.window_length(source.config, None))
     seen = coverage(drawn, source.tokenizer, evaluation)
+    sharding.check(drawn, shards)
     options: dict[str, Any] = {"hessians": hessians, "gradients": gradients, "memory": memory, "progress": progress}
     work = Path(out).with_name(f"{Path(out).name}.work")  # only until it is done
-    with results.opened(work) as kept:
-        if merge:
-            new = collect(source, drawn, work / "new", kept=kept, **options)
-            statistics = storing.merge([*map(Path, listed(merge)), new.folder], Path(out))
+    with results.opened(work, progress=progress) as kept, executors.opened(workers, source, source.path, offline) as crew:
+        new = work / "new" if merge else Path(out)
+        if crew and shards == 1:
+            say(progress, "one shard is not divided: this process calibrates; `--shards` gives workers something to do")
+        if shards > 1:
+            statistics = sharding.collect(source, drawn, new, shards, kept=kept, crew=crew, **options)
         else:
-            statistics = collect(source, drawn, Path(out), kept=kept, **options)
+            statistics = collect(source, drawn, new, kept=kept, **options)
+        if merge:
+            statistics = storing.merge([*map(Path, listed(merge)), new], Path(out))
+        sharding.forget(kept)
         kept.drop_all()
         remove(work / "new")
     if imatrix is not None:
@@ -109,7 +122,7 @@ def collect(
     from fewbits.blocks import Blocks
     from fewbits.calibration.collecting import Collector
 
-    blocks = Blocks(source)
+    blocks = Blocks(source, memory).expect_chain()
     weights: dict[str, dict[str, object]] = {}
     experts: dict[str, list[int]] = {}
     output: dict[str, Any] = {}

@@ -83,7 +83,7 @@ def sample(
     if len(chosen) < count:
         notes.append(f"the data gives {_counted(len(chosen), 'sample')}, {count} were asked for")
     ids = tuple(tuple(pieces[i].tolist()) for i in chosen)
-    return Samples(ids, tuple(sources[i] for i in chosen), seed, _digest(ids), shelf.documents, tuple(notes))
+    return Samples(ids, tuple(sources[i] for i in chosen), seed, checksum(ids), shelf.documents, tuple(notes))
 
 
 class _Shelf:
@@ -264,7 +264,7 @@ def _hash(seed: int, what: str, source: str, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{what}\0{source}\0{number}".encode(), digest_size=8).digest(), "big")
 
 
-def _digest(ids: Iterable[Sequence[int]]) -> str:
+def checksum(ids: Iterable[Sequence[int]]) -> str:
     digest = hashlib.sha256()
     for one in ids:
         digest.update(np.array([len(one), *one], "<i4").tobytes())  # the length first: where samples begin counts too

@@ -1,0 +1,478 @@
+"""Units of work done elsewhere: the same bytes as in one process, whatever is lost, damaged or done twice on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fewbits import calibration, embedded, executors, kept, model, outcomes, pipeline, sensitivity
+from fewbits.calibration import importance_matrix, sharding
+from fewbits.calibration.storing import Statistics
+from fewbits.errors import InputError, MissingError
+from fewbits.executors import Answer, Unit, stores, units
+from fewbits.executors.crew import TRIES
+from fewbits.executors.local import Processes
+
+FAST: dict[str, Any] = {"samples": 8, "length": 32, "tokens": 64, "to": "fewbits"}
+SIZE: dict[str, Any] = {"size": "6bpw", "formats": ("int4_g32", "int8_channel"), **FAST}
+WAYS: dict[str, dict[str, Any]] = {
+    "a size": SIZE,
+    "shards": {**SIZE, "shards": 3},
+    "a rewrite": {"format": "int4_g32", "rewrite": "awq", **FAST},
+    "no statistics": {"format": "int4_g32", "method": "rtn", **FAST},
+}
+
+
+@dataclass
+class Fake:
+    """Workers in this process, told by JSON and answering by JSON. The last unit first; `act` may do to an answer what a network does."""
+
+    act: Callable[[Unit, Callable[[], Answer]], Answer] = field(default=lambda _, run: run())
+    seen: list[str] = field(default_factory=list)
+
+    def carry(self, waiting: deque[Unit]) -> Iterator[tuple[Unit, Answer]]:
+        while waiting:
+            unit = waiting.pop()
+            told = json.loads(json.dumps(asdict(unit)))
+            self.seen.append(unit.name)
+            yield unit, self.act(unit, lambda told=told: Answer(**json.loads(json.dumps(units.run(told)))))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """In the place of whatever executor is asked for."""
+    found = Fake()
+    monkeypatch.setattr(executors, "_carrier", lambda _: found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _one_version() -> None:
+    kept.code_version()  # once: the sources may be edited while tests run
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=2048,
+        max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, initializer_range=0.2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(embedded.MODEL / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, bytes]]:
+    """What one process makes, by the way it is asked."""
+    made: dict[str, dict[str, bytes]] = {}
+
+    def of(way: str) -> dict[str, bytes]:
+        if way not in made:
+            made[way] = quantized(tiny, tmp_path_factory.mktemp("local") / "m.fewbits", WAYS[way])
+        return made[way]
+
+    return of
+
+
+def quantized(source: Path, out: Path, options: dict[str, Any], **more: Any) -> dict[str, bytes]:
+    """The output, the artifact, and every result that was kept and is named by a unit."""
+    pipeline.quantize(source, out, no_verify=True, **options, **more)
+    work = out.with_name(f"{out.name}.work")
+    found = [*(path for path in out.rglob("*") if path.is_file())] if out.is_dir() else [out]
+    found += [path for folder in ("artifact", "statistics") for path in (work / folder).rglob("*") if path.is_file()]
+    found += [path for step in ("row", "weight") for path in (work / "kept").glob(f"{step}-*")]
+    return {str(path.relative_to(out.parent)): path.read_bytes() for path in found}
+
+
+def weights_of(folder: Path) -> int:
+    return len(model.open(folder).weights)
+
+
+class TestSameBytes:
+    @pytest.mark.parametrize("way", WAYS)
+    def test_units_told_by_json_give_what_one_process_gives(
+        self, way: str, tiny: Path, whole: Callable[[str], dict[str, bytes]], tmp_path: Path, fake: Fake
+    ) -> None:
+        assert quantized(tiny, tmp_path / "m.fewbits", WAYS[way], executor="local:2") == whole(way)
+        steps = Counter(name.split()[0] for name in fake.seen)
+        assert steps["weight"] == weights_of(tiny) and len(set(fake.seen)) == len(fake.seen)
+        assert steps["row"] == (weights_of(tiny) if "size" in WAYS[way] else 0) and steps["shard"] == (3 if way == "shards" else 0)
+
+    def test_and_through_a_store(self, tiny: Path, whole: Callable[[str], dict[str, bytes]], tmp_path: Path, fake: Fake) -> None:
+        store = tmp_path / "store"
+        for way in ("shards", "a rewrite"):
+            made = quantized(tiny, tmp_path / way / "m.fewbits", WAYS[way], executor="local:2", store=f"file://{store}")
+            assert made == whole(way)
+        assert fake.seen and not [path for path in store.rglob("*") if path.is_file()], "it only passes through"
+
+    def test_and_with_llama_cpps_importance_matrix(self, tiny: Path, tmp_path: Path, fake: Fake) -> None:
+        calibration.calibrate(tiny, tmp_path / "stats", samples=4, length=32, imatrix=tmp_path / "imatrix.gguf")
+        options = {"format": "int4_g32", "stats": tmp_path / "imatrix.gguf", "to": "fewbits", "tokens": 64}
+        alone = quantized(tiny, tmp_path / "a" / "m.fewbits", options)
+        assert quantized(tiny, tmp_path / "b" / "m.fewbits", options, executor="local:2") == alone
+        assert len(fake.seen) == weights_of(tiny)
+
+    def test_what_is_lost_late_or_done_twice_changes_nothing(
+        self, tiny: Path, whole: Callable[[str], dict[str, bytes]], tmp_path: Path, fake: Fake
+    ) -> None:
+        turn = iter(range(1000))
+
+        def act(_: Unit, run: Callable[[], Answer]) -> Answer:
+            match next(turn) % 4:
+                case 0:
+                    return Answer(lost="the cable was pulled")
+                case 1:
+                    run()  # done, and the worker lost before it could say so
+                    return Answer(lost="the node died")
+                case 2:
+                    run()
+            return run()
+
+        fake.act = act
+        assert quantized(tiny, tmp_path / "m.fewbits", SIZE, executor="local:2") == whole("a size")
+        assert max(Counter(fake.seen).values()) > 1
+
+    def test_processes_of_this_machine_one_of_them_killed(self, tmp_path: Path) -> None:
+        """The embedded model, whole way; a worker is killed in the middle of its work."""
+        options = {"size": "5bpw", "formats": ("int4_g32", "int8_channel"), "samples": 4, "length": 64}
+        alone = quantized(embedded.MODEL, tmp_path / "a" / "m.gguf", options)
+        notes: list[str] = []
+        with killing(tmp_path / "b" / "m.gguf.work" / "kept", "row-*", 3, _a_worker) as killed:
+            made = quantized(embedded.MODEL, tmp_path / "b" / "m.gguf", options, executor="local:2", progress=noting(notes))
+        assert killed and made == alone
+        assert any("signal 9" in note for note in notes), notes
+
+
+class TestFaults:
+    def test_a_unit_that_is_always_lost_is_named_and_the_rest_is_not_done_again(
+        self, tiny: Path, whole: Callable[[str], dict[str, bytes]], tmp_path: Path, fake: Fake
+    ) -> None:
+        bad = "weight model.layers.1.mlp.up_proj"
+        fake.act = lambda unit, run: Answer(lost="out of memory") if unit.name == bad else run()
+        with pytest.raises(MissingError, match=f"`{bad}` was lost {TRIES} times.*out of memory"):
+            quantized(tiny, tmp_path / "m.fewbits", SIZE, executor="local:2")
+        done = set(fake.seen) - {bad}
+        assert fake.seen.count(bad) == TRIES and len(done) > weights_of(tiny)
+        fake.seen, fake.act = [], lambda _, run: run()
+        assert quantized(tiny, tmp_path / "m.fewbits", SIZE, executor="local:2") == whole("a size")
+        assert not done & set(fake.seen) and bad in fake.seen
+
+    def test_an_interrupted_run_goes_on_in_one_process(
+        self, tiny: Path, whole: Callable[[str], dict[str, bytes]], tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def act(_: Unit, run: Callable[[], Answer]) -> Answer:
+            if len(fake.seen) > 5:
+                raise KeyboardInterrupt
+            return run()
+
+        fake.act = act
+        with pytest.raises(KeyboardInterrupt):
+            quantized(tiny, tmp_path / "m.fewbits", SIZE, executor="local:2")
+        measured: list[str] = []
+        real = sensitivity.row_of
+        monkeypatch.setattr(sensitivity, "row_of", lambda *args: measured.append(args[2].name) or real(*args))
+        assert quantized(tiny, tmp_path / "m.fewbits", SIZE) == whole("a size")
+        assert len(measured) == weights_of(tiny) - 5
+
+    def test_a_result_damaged_in_the_shared_folder_is_made_again(
+        self, tiny: Path, whole: Callable[[str], dict[str, bytes]], tmp_path: Path, fake: Fake
+    ) -> None:
+        def act(unit: Unit, run: Callable[[], Answer]) -> Answer:
+            answer = run()
+            if fake.seen.count(unit.name) == 1 and unit.step == "weight":
+                _flip(Path(unit.folder) / answer.file)
+            return answer
+
+        fake.act = act
+        assert quantized(tiny, tmp_path / "m.fewbits", SIZE, executor="local:2") == whole("a size")
+        assert Counter(name.split()[0] for name in fake.seen)["weight"] == 2 * weights_of(tiny)
+
+    @pytest.mark.parametrize(("way", "what"), [("a size", "kept"), ("a size", "blobs"), ("shards", "blobs")])
+    def test_what_the_store_damages_is_sent_again(
+        self,
+        way: str,
+        what: str,
+        tiny: Path,
+        whole: Callable[[str], dict[str, bytes]],
+        tmp_path: Path,
+        fake: Fake,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """A byte of the first result, or of the first input, flipped between the store and whoever fetches it."""
+        damaged: list[str] = []
+        real = stores.Store.get
+
+        def get(self: stores.Store, name: str, path: Path) -> None:
+            real(self, name, path)
+            if name.startswith(what) and not damaged:
+                damaged.append(name)
+                _flip(path)
+
+        units._scratch.cache_clear()  # nothing of an earlier test is there already
+        shutil.rmtree(units._scratch(), ignore_errors=True)
+        monkeypatch.setattr(stores.Store, "get", get)
+        made = quantized(tiny, tmp_path / "m.fewbits", WAYS[way], executor="local:2", store=f"file://{tmp_path / 'store'}")
+        assert damaged and made == whole(way)
+        assert Counter(fake.seen).most_common(1)[0][1] == 2, "one unit had to be done again"
+
+    def test_an_upload_that_fails_half_way_leaves_no_result(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "result").write_bytes(bytes(1000))
+        store = stores.open(f"file://{tmp_path / 'store'}")
+
+        def put_file(source: str, target: str) -> None:
+            Path(target).write_bytes(Path(source).read_bytes()[:500])
+            raise ConnectionError("gone")
+
+        monkeypatch.setattr(store._system, "put_file", put_file)
+        with pytest.raises(stores.Damaged, match="gone"):
+            store.put(tmp_path / "result", "kept/row-1-2.safetensors")
+        assert store.find("kept/row-1-") is None
+
+    @pytest.mark.parametrize("name", ["../../m.fewbits", "row-{key}-../../x.safetensors", "weight-{key}-{digest}.safetensors", ""])
+    def test_a_name_that_is_not_that_of_the_result_is_not_followed(self, name: str, tmp_path: Path) -> None:
+        store = kept.Kept(tmp_path / "kept", {"code": "1"})
+        made = store.keep("row", {}, {}, weight="w")
+        _, key, digest = made.path.stem.split("-")
+        assert store.take(name.format(key=key, digest=digest), "row", weight="w") is None
+        assert store.take(made.path.name, "row", weight="w")
+
+    def test_no_more_units_are_out_than_there_are_workers_and_those_end_with_the_work(self) -> None:
+        nothing = Unit("no such step", {"machine": ["?", 1]}, {}, {}, {}, {}, "")
+        carrier, waiting, before = Processes(1), deque([nothing] * 3), set(children(os.getpid()))
+        left = []
+        for _, answer in carrier.carry(waiting):
+            left.append(len(waiting))
+            assert "KeyError" in answer.failed, "told as it is, with its traceback"
+        (worker,) = set(children(os.getpid())) - before
+        carrier.close()
+        assert left == [2, 1, 0] and worker not in children(os.getpid())
+
+    def test_a_worker_ends_when_nobody_waits_for_it(self) -> None:
+        worker = subprocess.Popen([sys.executable, "-m", "fewbits.executors.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert worker.stdin and worker.stdout
+        worker.stdin.close()
+        assert worker.wait(60) == 0
+        worker.stdout.close()
+
+
+class TestRefused:
+    @pytest.fixture
+    def unit(self, tiny: Path, tmp_path: Path) -> Unit:
+        source = model.open(tiny)
+        with kept.opened(tmp_path / "w") as store:
+            about = store.about
+        files = {path.name: path.stat().st_size for path in source.checkpoint.files()}
+        where = {"where": str(tiny), "offline": True, "files": files, "fingerprint": source.fingerprint}
+        parameters = {"weight": source.weights[1].name, "format": "int4_g32", "version": 1, "method": "rtn"}
+        return Unit("weight", about, parameters, {}, where, units.versions(), str(tmp_path / "kept"))
+
+    def test_none_of_what_follows_is_refused_as_it_is(self, unit: Unit, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And it has the threads that the work began with, while it runs."""
+        real, threads = outcomes.quantized, []
+        monkeypatch.setattr(outcomes, "quantized", lambda *args: threads.append(torch.get_num_threads()) or real(*args))
+        unit = replace(unit, about={**unit.about, "machine": [unit.about["machine"][0], 3]})
+        assert units.run(asdict(unit))["file"].startswith("weight-")
+        assert threads == [3] and torch.get_num_threads() == 1
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"versions": {"torch": "0.4.1"}}, rf"has torch {torch.__version__.partition('+')[0]}.* began with torch 0\.4\.1"),
+            ({"about": {"code": "other"}}, "files of fewbits .* differ"),
+            ({"about": {"machine": ["Z80", 1]}}, f"adds up with {torch.backends.cpu.get_cpu_capability()}.* began with Z80"),
+            ({"model": {"files": {"model.safetensors": 7}}}, "is another model here: .*model.safetensors"),
+            ({"model": {"where": "/nowhere/at-all"}}, "there is nothing at `/nowhere/at-all`"),
+        ],
+    )
+    def test_a_worker_that_would_give_other_bytes_says_what_differs(self, unit: Unit, change: dict[str, Any], message: str) -> None:
+        for name, values in change.items():
+            unit = replace(unit, **{name: {**getattr(unit, name), **values}})
+        answer = units.run(asdict(unit))
+        assert answer["hint"] and "worker on" in answer["error"]
+        assert re.search(message, answer["error"])
+
+    def test_the_workers_message_and_hint_reach_the_user(self, tiny: Path, tmp_path: Path, fake: Fake) -> None:
+        broken = tmp_path / "broken"
+        shutil.copytree(tiny, broken)
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(broken / "model.safetensors")
+        tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+        save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+        with pytest.raises(InputError, match=r"up_proj` holds nan at row 3, column 5.*worker on") as caught:
+            quantized(broken, tmp_path / "m.fewbits", WAYS["no statistics"], executor="local:2")
+        assert caught.value.hint == "the checkpoint is damaged" and fake.seen
+
+    @pytest.mark.parametrize(
+        ("executor", "store", "message"),
+        [
+            ("loca", None, "is none"),
+            ("local:0", None, "0 processes"),
+            ("local:100000", None, "processes"),
+            ("ray://nowhere", None, "is none"),
+            ("local", "file:///x", "goes with workers"),
+            ("local:2", "/no/address", "is no address"),
+            ("local:2", "nonsense://x", "no kind that fsspec knows"),
+        ],
+    )
+    def test_what_is_no_executor_is_refused_with_a_hint(self, executor: str, store: str | None, message: str) -> None:
+        with pytest.raises(InputError, match=message) as caught:
+            executors.parse(executor, store)
+        assert caught.value.hint
+
+    @pytest.mark.parametrize("option", [("--sequential",), ("--tune", 3)])
+    def test_chains_stay_in_one_process(self, option: tuple[Any, ...], run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+        code, _, said = run("quantize", embedded.MODEL, "-o", tmp_path / "m.gguf", "--format", "q4_0", "--executor", "local:2", *option)
+        assert code == 2 and option[0] in said and "leave `--executor` out" in " ".join(said.split()) and not list(tmp_path.iterdir())
+
+    def test_ray_that_is_not_installed(
+        self, run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = executors.importlib.util.find_spec
+        monkeypatch.setattr(executors.importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else real(name, *rest))
+        code, _, said = run("quantize", embedded.MODEL, "-o", tmp_path / "m.gguf", "--format", "q4_0", "--executor", "ray")
+        assert code == 3 and "pip install 'fewbits[ray]'" in " ".join(said.split()) and not list(tmp_path.iterdir())
+
+    def test_more_shards_than_samples_before_any_work(self, run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+        words = ("calibrate", embedded.MODEL, "-o", tmp_path / "stats", "--samples", 4, "--shards", 3)
+        code, _, said = run(*words)
+        assert code == 2 and "there are 4 samples" in said and not list(tmp_path.iterdir())
+
+
+class TestShards:
+    def test_every_sample_is_in_one_part(self) -> None:
+        drawn = calibration.draw(model.open(embedded.MODEL), (), 11, 16, 0)
+        for count in (1, 2, 5):
+            found = sharding.parts(drawn, count)
+            assert tuple(ids for part in found for ids in part.ids) == drawn.ids and len(found) == count
+            assert len({part.digest for part in found}) == count and min(len(part.ids) for part in found) >= 2
+            assert [sharding.samples_of(json.loads(json.dumps(asdict(part)))) for part in found] == found
+
+    def test_they_add_up_to_the_statistics_of_all_samples(self, tiny: Path, tmp_path: Path) -> None:
+        """The slow twin is one pass over everything: the same tokens, summed in another order. Gradients are left out: their labels are
+        drawn anew in each shard."""
+        options: dict[str, Any] = {"samples": 8, "length": 32, "gradients": False}
+        one = calibration.calibrate(tiny, tmp_path / "one", **options).statistics
+        two = calibration.calibrate(tiny, tmp_path / "two", shards=2, **options).statistics
+        assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}, "the shards themselves are gone"
+        for weight in model.open(tiny).weights:
+            a, b = one.of(weight.name).input, two.of(weight.name).input
+            if a is None or b is None:
+                assert a is b
+                continue
+            assert torch.equal(a.count, b.count) and torch.equal(a.low, b.low) and torch.equal(a.high, b.high)
+            # n terms added in another order: each sum is off by at most n eps times the sum of magnitudes, here of squares
+            tokens, scale = int(a.count.sum()), a.square.sum(0).max()
+            assert (a.square - b.square).abs().max() <= 2 * tokens * torch.finfo(torch.float32).eps * scale
+
+    def test_a_shard_that_was_finished_is_not_run_again(self, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        real, runs = calibration.collect, []
+
+        def collect(*args: Any, **named: Any) -> Statistics:
+            runs.append(len(args[1].ids))
+            if len(runs) == 2:
+                raise KeyboardInterrupt
+            return real(*args, **named)
+
+        monkeypatch.setattr(calibration, "collect", collect)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt) if not runs else nullcontext():
+                calibration.calibrate(tiny, tmp_path / "stats", samples=7, length=32, shards=3)
+        assert runs == [2, 2, 2, 3]
+        monkeypatch.undo()
+        again = calibration.calibrate(tiny, tmp_path / "again", samples=7, length=32, shards=3).statistics
+        assert again.digest == Statistics(tmp_path / "stats").digest
+
+
+def test_what_only_carries_units_is_no_part_of_a_result() -> None:
+    carried = [kept._only_shows(Path("executors") / name) for name in ("__init__.py", "crew.py", "local.py", "ray.py", "stores.py")]
+    assert all(carried) and not kept._only_shows(Path("executors/units.py"))
+
+
+def test_a_row_takes_one_processor_and_a_weight_its_threads() -> None:
+    some = Unit("row", {"machine": ["AVX2", 4]}, {"weight": "w"}, {}, {}, {}, "")
+    assert some.cores == 1 and replace(some, step="weight").cores == 4 and some.name == "row w"
+
+
+def test_the_importance_matrix_is_written_as_before(tiny: Path, tmp_path: Path) -> None:
+    found = calibration.calibrate(tiny, tmp_path / "stats", samples=4, length=32, shards=2, imatrix=tmp_path / "imatrix.gguf")
+    runs = found.statistics.about["runs"]
+    assert len(runs) == 2 and sum(run["samples"] for run in runs) == 4
+    assert importance_matrix.ImportanceMatrix(tmp_path / "imatrix.gguf", model.open(tiny))
+
+
+def _flip(path: Path) -> None:
+    """One bit of a byte in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def noting(notes: list[str]) -> Callable[[Iterable[Any], int, str], Iterator[Any]]:
+    def progress(items: Iterable[Any], _: int, what: str) -> Iterator[Any]:
+        notes.append(what)
+        yield from items
+
+    return progress
+
+
+def children(process: int) -> dict[int, str]:
+    """Its child processes, each with the beginning of its command line."""
+    found: dict[int, str] = {}
+    for tasks in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in tasks.read_text().split():
+            with suppress(OSError):  # it ended
+                found[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def _a_worker() -> bool:
+    """One of this process's workers is killed."""
+    workers = [pid for pid, line in children(os.getpid()).items() if "fewbits.executors.worker" in line]
+    os.kill(workers[0], signal.SIGKILL)
+    return True
+
+
+@contextmanager
+def killing(folder: Path, pattern: str, after: int, kill: Callable[[], bool]) -> Iterator[list[int]]:
+    """As soon as so many results are there; `kill` says whether it found something to kill."""
+    killed: list[int] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set() and not killed:
+            if len(there := list(folder.glob(pattern))) >= after and kill():
+                killed.append(len(there))
+            time.sleep(0.005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        watcher.join()
