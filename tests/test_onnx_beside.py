@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from fewbits import artifact, formats, model, planning, runtimes
 from fewbits.artifact import Artifact
 from fewbits.drafting import Draft
 from fewbits.errors import InputError
-from fewbits.files import Staged
+from fewbits.files import Staged, beside
 from fewbits.onnx_files.reading import size_of
 from fewbits.progress import silent
 from fewbits.targets.onnx import Onnx
@@ -87,3 +90,121 @@ def test_a_graph_whose_data_is_gone_is_refused(both: tuple[Path, Path], tmp_path
     shutil.copyfile(both[1], tmp_path / "model.onnx")
     with pytest.raises(InputError, match="cannot load"):
         logits(tmp_path / "model.onnx")
+
+
+def stale(path: Path) -> list[str]:
+    return sorted(each.name for each in path.parent.iterdir() if each != path)
+
+
+def put(source: Path, path: Path) -> None:
+    """The files of a graph that was written before, as the target writes them."""
+    with Staged(path) as staged:
+        if beside(source).exists():
+            shutil.copyfile(beside(source), beside(staged))
+        shutil.copyfile(source, staged)
+
+
+def test_arrays_of_an_earlier_graph_go_when_the_new_one_has_none(both: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    put(both[1], path)
+    assert stale(path) == ["model.onnx.data"]
+    put(both[0], path)
+    assert stale(path) == [] and torch.equal(logits(path), logits(both[0]))
+
+
+# Writes a pair over whatever is there, and is killed before the n-th renaming or removal.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fewbits.files import Staged, beside
+
+path, left = Path(sys.argv[1]), int(sys.argv[2])
+
+def dies(call):
+    def instead(*given, **named):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*given, **named)
+    return instead
+
+with Staged(path) as staged:
+    for source, to in ((sys.argv[3], staged), (sys.argv[4], beside(staged))):
+        if source:
+            to.write_bytes(Path(source).read_bytes())
+    os.replace, os.unlink, os.rename = dies(os.replace), dies(os.unlink), dies(os.rename)
+"""
+
+
+def killed_at(step: int, path: Path, source: Path) -> bool:
+    arrays = beside(source) if beside(source).exists() else ""
+    ended = subprocess.run([sys.executable, "-c", KILLED, path, str(step), source, arrays], check=False)
+    assert ended.returncode in (0, -signal.SIGKILL)
+    return ended.returncode != 0
+
+
+@pytest.fixture(scope="module")
+def other(source: model.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same graph, other arrays: what one file of each would make is no file at all, and nothing says so."""
+    plan = planning.uniform(source.weights, Onnx(), formats.get("int4_g32"), ("lm_head=keep", "down_proj=int8_g32", "embed=int4_g32_asym"))
+    folder = tmp_path_factory.mktemp("other")
+    module = source.module()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+    module.to(torch.bfloat16).save_pretrained(folder / "model")
+    made = artifact.quantize(model.open(folder / "model"), plan, folder / "artifact", silent)
+    return written(made, folder / "model.onnx", largest=LIMIT)
+
+
+@pytest.mark.parametrize(("before", "after"), [("apart", "other"), ("whole", "other"), ("apart", "whole"), (None, "apart")])
+def test_killed_at_any_step_a_graph_has_its_own_arrays_or_is_not_there(
+    before: str | None, after: str, both: tuple[Path, Path], other: Path, tmp_path: Path
+) -> None:
+    files = {"whole": both[0], "apart": both[1], "other": other}
+    wanted = {name: logits(path) for name, path in files.items()}
+    steps = 0
+    while True:
+        path = tmp_path / str(steps) / "model.onnx"
+        if before:
+            put(files[before], path)
+        path.parent.mkdir(exist_ok=True)
+        if not killed_at(steps + 1, path, files[after]):
+            break
+        steps += 1
+        if path.exists():
+            found = logits(path)
+            assert any(torch.equal(found, wanted[name]) for name in (before, after) if name), f"killed at step {steps}"
+        with pytest.raises(InputError, match="later"), Staged(path):  # the next run puts back what was put aside
+            raise InputError("later", "")
+        assert path.exists() or before is None
+        if path.exists():
+            found = logits(path)
+            assert any(torch.equal(found, wanted[name]) for name in (before, after) if name), f"put back after step {steps}"
+        put(files[after], path)
+        assert torch.equal(logits(path), wanted[after])
+        assert stale(path) == (["model.onnx.data"] if beside(files[after]).exists() else [])
+    assert steps >= (1 if before is None else 2)
+    assert torch.equal(logits(path), wanted[after]) and [name for name in stale(path) if name.startswith(".")] == []
+
+
+def test_what_cannot_take_the_place_leaves_the_earlier_pair(
+    both: tuple[Path, Path], other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, replace = tmp_path / "model.onnx", Path.replace
+    put(both[1], path)
+    for number in range(4):
+        left = [number]
+
+        def fails(self: Path, to: Path, left: list[int] = left) -> Path:
+            left[0] -= 1
+            if left[0] == -1:
+                raise PermissionError(1, "not now")
+            return replace(self, to)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", fails)
+            with pytest.raises(PermissionError):
+                put(other, path)
+        assert stale(path) == ["model.onnx.data"] and torch.equal(logits(path), logits(both[1]))

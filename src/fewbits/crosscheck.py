@@ -7,6 +7,7 @@ the same blocks. What remains must be of the size of the runtime's own floor (th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ class CrossCheck:
 
     @property
     def agrees(self) -> bool:
-        return self.kl <= self.limit  # False for NaN, too
+        return math.isfinite(self.limit) and self.kl <= self.limit  # of what is no number, nothing agrees
 
 
 def crosscheck(artifact: Artifact, target: Target, session: Session, windows: Sequence[Window], floor: float) -> CrossCheck:

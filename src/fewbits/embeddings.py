@@ -135,9 +135,14 @@ def judge(
     floor: MeasuredTexts | None = None,
 ) -> EmbeddingVerdict:
     cosines = np.array(measured.cosines)
+    relative_error = math.sqrt(measured.difference / measured.base) if measured.base else math.inf
     failures = []
     if not (np.isfinite(cosines).all() and math.isfinite(measured.difference)):
         failures.append("the embeddings are not all finite")
+    elif floor and not math.isfinite(floor.cosine):
+        failures.append("the embeddings of the float file are not all finite")
+    elif not math.isfinite(relative_error):
+        failures.append("the float model's embeddings are all zero, or beyond all numbers")
     if thresholds.min_cosine is not None and not measured.cosine >= thresholds.min_cosine:
         failures.append(f"cosine {measured.cosine:.5f} is below {thresholds.min_cosine:g}")
     return EmbeddingVerdict(
@@ -148,7 +153,7 @@ def judge(
         cosine_ci95=bootstrap_ci95(cosines, block=1),  # texts are apart from each other, unlike neighbouring tokens
         cosine_least=float(cosines.min()),
         cosine_floor=floor.cosine if floor else None,
-        relative_error=math.sqrt(measured.difference / measured.base) if measured.base else math.inf,
+        relative_error=relative_error,
         bytes=nbytes,
         bits_per_weight=bits_per_weight,
         runtime=runtime,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import formats, planning, targets
+from fewbits import formats, planning, provenance, targets
 from fewbits.artifact import Artifact
 from fewbits.errors import InputError
 from fewbits.files import Staged
@@ -20,6 +20,15 @@ def export(
     artifact: Artifact | str | Path, out: str | Path, *, to: str | None = None, split: int | None = None, progress: Progress[Any] = silent
 ) -> Path:
     """One artifact to any target that accepts its formats. `split`: bytes of tensors in each of several GGUF files."""
+    path = written(artifact, out, to=to, split=split, progress=progress)
+    provenance.record(path)
+    return path
+
+
+def written(
+    artifact: Artifact | str | Path, out: str | Path, *, to: str | None = None, split: int | None = None, progress: Progress[Any] = silent
+) -> Path:
+    """The same, for a file that does not last: nobody will ask whether it was changed."""
     target = target_for(Path(out), to, split)
     if not isinstance(artifact, Artifact):
         artifact = Artifact(Path(artifact))

@@ -1,13 +1,16 @@
-"""Outputs appear whole or not at all: written under a temporary name beside the destination, flushed to the disk, then renamed."""
+"""Outputs appear whole or not at all: written under a temporary name beside the destination, flushed to the disk, then renamed.
+
+An .onnx file may have its arrays beside it, in NAME.onnx.data. The two are one output: a graph is never seen with another graph's arrays.
+"""
 
 from __future__ import annotations
 
 import errno
-import glob
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from types import TracebackType
@@ -15,17 +18,20 @@ from typing import Any
 
 from fewbits.errors import InputError, MissingError
 
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<process>\d+)\.(?P<kind>partial|old)")
+
 
 class Staged:
     """`with Staged(path) as temporary: ...` makes `path` out of what was written to `temporary`, or leaves nothing.
 
     What is there already is replaced if it is of the same kind: a file, or a folder that holds `marker`. Anything else is somebody's.
+    Of an .onnx file, what was written to `beside(temporary)` comes along; arrays of an earlier graph go with it.
     """
 
     def __init__(self, path: Path, marker: str | None = None) -> None:
         self.path, self._marker = path, marker
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self._old = self._temporary.with_suffix(".old")
+        self._data = beside(path) if path.suffix.lower() == ".onnx" and marker is None else None
+        self._temporary = _named(path, os.getpid(), "partial")
         self._made: list[Path] = []
 
     def __enter__(self) -> Path:
@@ -47,7 +53,9 @@ class Staged:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             try:
-                sync(self._temporary)
+                for place in self._places:
+                    if (new := _named(place, os.getpid(), "partial")).exists():
+                        sync(new)
                 self._take_the_place()
                 sync(self.path.parent, contents=False)
                 return
@@ -59,32 +67,67 @@ class Staged:
         if kind is None:
             raise error
 
+    @property
+    def _places(self) -> list[Path]:
+        """The output comes last: while it is not there, nothing is."""
+        return [self._data, self.path] if self._data else [self.path]
+
     def _take_the_place(self) -> None:
-        if not self.path.is_dir():
-            self._temporary.replace(self.path)
-            return
-        self.path.replace(self._old)  # a folder is not replaced in one step: the old one goes when the new one is there
+        arrays = beside(self._temporary) if self._data else None
+        if arrays is None or not arrays.exists():
+            if self.path.is_dir():
+                self._replace_in_two_steps()
+            else:
+                self._temporary.replace(self.path)
+            if self._data:
+                self._data.unlink(missing_ok=True)  # of an earlier graph
+        elif self._data and self.path.exists() and self._data.exists():
+            self._replace_in_two_steps()
+        elif self._data:
+            arrays.replace(self._data)  # what is there already has none, and does not look
+            try:
+                sync(self.path.parent, contents=False)
+                self._temporary.replace(self.path)
+            except OSError:
+                self._data.unlink()
+                raise
+
+    def _replace_in_two_steps(self) -> None:
+        """Neither a folder nor a pair of files is replaced in one: the old one is out of sight before any of the new one is to be seen,
+        and goes when all of it is."""
+        process = os.getpid()
         try:
-            self._temporary.replace(self.path)
-        except OSError:
-            self._old.replace(self.path)
-            raise
-        shutil.rmtree(self._old)
+            for place in reversed(self._places):
+                place.replace(_named(place, process, "old"))
+                sync(self.path.parent, contents=False)
+            for place in self._places:
+                _named(place, process, "partial").replace(place)
+                sync(self.path.parent, contents=False)
+        finally:
+            self._put_back(process)
+
+    def _put_back(self, process: int) -> None:
+        """What this process had put aside, if nothing took its place; else it is of no use any more."""
+        wanted = not self.path.exists() and _named(self.path, process, "old").exists()
+        for place in self._places:
+            old = _named(place, process, "old")
+            if wanted and old.exists():
+                old.replace(place)
+            remove(old)
 
     def _clean_after_the_dead(self) -> None:
-        """A process that was killed left its temporary; if it was killed between the two steps of replacing a folder, the old one too."""
-        pattern = f".{glob.escape(self.path.name)}.*"
-        for old in [self._old, *self.path.parent.glob(f"{pattern}.old")]:
-            if old == self._old or not _is_alive(old):
-                if old.exists() and not self.path.exists():
-                    old.replace(self.path)
-                remove(old)
-        for temporary in [self._temporary, *self.path.parent.glob(f"{pattern}.partial")]:
-            if temporary == self._temporary or not _is_alive(temporary):
-                remove(temporary)
+        """A process that was killed left its temporary; if it was killed between the two steps of replacing, the old one too."""
+        names = {place.name for place in self._places}
+        matches = (_TEMPORARY.fullmatch(path.name) for path in self.path.parent.iterdir())
+        processes = {int(match["process"]) for match in matches if match and match["name"] in names}
+        for process in sorted(process for process in processes if process == os.getpid() or not _is_alive(process)):
+            self._put_back(process)
+            for place in self._places:
+                remove(_named(place, process, "partial"))
 
     def _clean(self) -> None:
-        remove(self._temporary)
+        for place in self._places:
+            remove(_named(place, os.getpid(), "partial"))
         for folder in self._made:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
@@ -92,6 +135,23 @@ class Staged:
     def _full(self) -> MissingError:
         hint = "free some space and run the same again, or choose another `-o`"
         return MissingError(f"the disk is full: `{self.path}` could not be written", hint)
+
+
+def beside(path: Path) -> Path:
+    """Where the arrays of an .onnx file go that do not fit into it; of one that is still written, under a temporary name as well."""
+    if match := _TEMPORARY.fullmatch(path.name):
+        return _named(path.with_name(f"{match['name']}.data"), int(match["process"]), match["kind"])
+    return path.with_name(f"{path.name}.data")
+
+
+def final_name(path: Path) -> str:
+    """What a file is called when it is whole."""
+    match = _TEMPORARY.fullmatch(path.name)
+    return match["name"] if match else path.name
+
+
+def _named(path: Path, process: int, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{process}.{kind}")
 
 
 def sync(path: Path, contents: bool = True) -> None:
@@ -117,11 +177,10 @@ def cannot_write(folder: Path, failure: OSError) -> InputError:
     return InputError(f"cannot write to `{folder}`: {failure.strerror}", "choose another `-o`")
 
 
-def _is_alive(temporary: Path) -> bool:
-    """Does the process whose number is in this temporary's name still run?"""
+def _is_alive(process: int) -> bool:
     try:
-        os.kill(int(temporary.stem.rpartition(".")[2]), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # somebody else's
         return True

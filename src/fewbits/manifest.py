@@ -9,18 +9,23 @@ gives to `--plan`; its hash is here, so that one that was changed in place no lo
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from fewbits import formats, kernels
+from fewbits import formats, kernels, machines
 from fewbits.checkpoints.folder import inside, read_json
 from fewbits.errors import InputError
 from fewbits.files import sha256_of, to_json
+from fewbits.machines import Machine
 from fewbits.model import Weight
+
+if TYPE_CHECKING:
+    from fewbits.planning import Plan
 
 NAME = "fewbits.json"
 INDEX = "model.safetensors.index.json"  # transformers' own: which file holds each tensor
@@ -37,6 +42,7 @@ class Provenance:
     fewbits: str
     kernels: int | None = None  # version of the kernels' interface; None: made before it was written down
     calibration: str | None = None  # sha256 of the text that codes were fitted to; None: none was used
+    machine: Machine | None = None  # that fitted them; None: none was used, and any machine gives these bytes
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,19 @@ class Manifest:
 
 
 def provenance(source: str, sha256: str, calibration: str | None = None) -> Provenance:
-    return Provenance(source, sha256, version("fewbits"), kernels.ABI, calibration)
+    return Provenance(source, sha256, version("fewbits"), kernels.ABI, calibration, machines.here() if calibration else None)
+
+
+def said(origin: Provenance, plan: Plan) -> dict[str, str]:
+    """What a file says of where it comes from. As long whatever was done, so that its size is known before: where no text was used, the
+    hash of an empty one stands for it."""
+    return {
+        "fewbits.version": origin.fewbits,
+        "fewbits.source": origin.source,
+        "fewbits.source_sha256": origin.sha256,
+        "fewbits.calibration_sha256": origin.calibration or hashlib.sha256(b"").hexdigest(),
+        "fewbits.plan_sha256": hashlib.sha256(plan.to_json().encode()).hexdigest(),
+    }
 
 
 def version_of(format_name: str) -> int:
@@ -84,7 +102,7 @@ def read(folder: Path) -> Manifest:
         found = Manifest(
             weights=tuple(_known(Weight, row | {"shape": (row["shape"][0], row["shape"][1])}) for row in content["weights"]),
             rest=tuple(content["rest"]),
-            provenance=_known(Provenance, content["provenance"]),
+            provenance=_provenance(content["provenance"]),
             shard_of=shard_of,
             formats={name: int(number) for name, number in content.get("formats", {}).items()},
             outcomes=dict(content.get("outcomes", {})),
@@ -180,6 +198,11 @@ def source_config(config: dict[str, Any]) -> dict[str, Any]:
         return config
     published: dict[str, Any] = about.get("published", {})
     return {key: value for key, value in config.items() if key not in ("quantization_config", "dtype")} | published
+
+
+def _provenance(row: Mapping[str, Any]) -> Provenance:
+    machine = row.get("machine")
+    return replace(_known(Provenance, row), machine=_known(Machine, machine) if machine else None)
 
 
 def _schema(said: Any, folder: Path) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from fewbits import manifest
 from fewbits.artifact import Artifact
 from fewbits.checkpoints.folder import read_json
 from fewbits.errors import InputError
-from fewbits.files import Staged, sha256_of, to_json
+from fewbits.files import Staged, beside, sha256_of, to_json
 from fewbits.progress import silent
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ def check(path: Path, progress: Progress[Any] = silent) -> bool:
 def _files(path: Path) -> dict[str, Path]:
     if path.is_dir():
         return {file.relative_to(path).as_posix(): file for file in sorted(path.rglob("*")) if file.is_file()}
-    beside = path.with_name(f"{path.name}.data")  # an .onnx file's arrays
-    return {file.name: file for file in (path, beside) if file.is_file()}
+    return {file.name: file for file in (path, beside(path)) if file.is_file()}
 
 
 def _place(path: Path) -> Path:

@@ -52,9 +52,10 @@ def quantize(
     *,
     accuracy_level: int | None = None,
     statistics: Known | None = None,
+    calibration: str | None = None,
 ) -> dict[str, dict[str, object]]:
     """The file by its plan; how each weight's codes were chosen is returned. `accuracy_level` as MatMulNBits takes it; None: that of
-    the ONNX target."""
+    the ONNX target. `calibration`: the hash of the inputs that statistics or the scales of activations were taken from."""
     from fewbits import outcomes
     from fewbits.onnx_files import rewriting, saving
     from fewbits.targets.onnx import ACCURACY_LEVEL
@@ -67,7 +68,8 @@ def quantize(
             yield weight, outcome
 
     stream = outcomes.independent(cast(Any, model), plan, statistics, progress)
-    proto = rewriting.rewritten(model, plan, ACCURACY_LEVEL if accuracy_level is None else accuracy_level, noted(stream))
+    level = ACCURACY_LEVEL if accuracy_level is None else accuracy_level
+    proto = rewriting.rewritten(model, plan, level, noted(stream), calibration)
     saving.save(proto, model, Path(out))
     return how
 

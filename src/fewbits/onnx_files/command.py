@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import activations as activation_rules
-from fewbits import formats, methods, onnx_files, planning, provenance, runtimes, trial
+from fewbits import formats, machines, methods, onnx_files, planning, provenance, runtimes, trial
 from fewbits.checkpoints.folder import read_text
 from fewbits.errors import InputError
 from fewbits.files import Staged, to_json
@@ -33,13 +33,16 @@ class QuantizedFile:
     plan_path: Path
     verdict: FileVerdict | None
     outcomes: Mapping[str, Any]  # by weight: the method used, and the damage on held-out samples
+    calibration: str | None = None  # sha256 of the inputs that it was calibrated with; None: none were used
 
     def to_dict(self) -> dict[str, object]:
+        again = {"machine": asdict(machines.here()), "caveat": machines.caveat(self.calibration is not None)}
         return {
             "file": str(self.path),
             "plan": json.loads(self.plan.to_json()),
             "verdict": self.verdict.to_dict() if self.verdict else None,
             "outcomes": dict(self.outcomes),
+            "reproduction": {"calibration_sha256": self.calibration} | again,
         }
 
 
@@ -73,16 +76,18 @@ def quantize(
         trial.check(runtimes.get("onnxruntime"), source.path)
         verifying.session(source.path, source.path)  # what cannot be run is refused before anything is written
     given, judged = _inputs(source, made, [Path(p) for p in data], samples, seed)
-    if calibrating.needs_ranges(made):
+    calibrates = calibrating.needs_ranges(made)
+    if calibrates:
         made = calibrating.with_ranges(source, made, given, progress)
     made = carrying.priced(made, source, target)
     statistics = calibrating.Statistics(source, made, given, progress) if given.real and calibrating.needs_statistics(made) else None
-    how = onnx_files.quantize(source, made, path, progress, accuracy_level=target.accuracy_level, statistics=statistics)
+    seen = given.sha256 if calibrates or statistics else None
+    how = onnx_files.quantize(source, made, path, progress, accuracy_level=target.accuracy_level, statistics=statistics, calibration=seen)
     work = path.with_name(f"{path.name}.work")
     with Staged(work / "plan.json") as staged:
         staged.write_text(made.to_json())
     verdict = None if no_verify else onnx_files.verify(path, source.path, judged, min_cosine, max_error, progress)
-    result = QuantizedFile(path, made, work / "plan.json", verdict, how)
+    result = QuantizedFile(path, made, work / "plan.json", verdict, how, seen)
     with Staged(work / "results.json") as staged:
         staged.write_text(to_json(result.to_dict()))
     provenance.record(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import zipfile
@@ -35,6 +36,15 @@ class Inputs:
     samples: tuple[Sample, ...]
     about: str  # where they come from, for people
     real: bool  # not random: fit to calibrate with
+
+    @property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for sample in self.samples:
+            for name, array in sorted(sample.items()):
+                digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+                digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     def split(self) -> tuple[Inputs, Inputs]:
         """To calibrate with, and to judge on: a quarter, and never the same ones."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from fewbits import formats
+from fewbits import formats, manifest
 from fewbits.onnx_files import carrying, finding
 from fewbits.onnx_files.finding import attribute
 from fewbits.targets.onnx import qdq, storage
@@ -25,6 +24,7 @@ from fewbits.targets.onnx import qdq, storage
 if TYPE_CHECKING:
     from fewbits.activations import Activation
     from fewbits.formats import Format, Parts
+    from fewbits.manifest import Provenance
     from fewbits.model import Weight
     from fewbits.onnx_files.finding import Found, Use
     from fewbits.onnx_files.reading import OnnxModel
@@ -36,8 +36,8 @@ _MICROSOFT = "com.microsoft"
 _PASSING_ON = ("Identity", "Cast", "Transpose")
 
 
-def rewritten(model: OnnxModel, plan: Plan, accuracy_level: int, quantized: Stream) -> Any:
-    """An onnx.ModelProto; tensors that lay beside the file still say so."""
+def rewritten(model: OnnxModel, plan: Plan, accuracy_level: int, quantized: Stream, calibration: str | None = None) -> Any:
+    """An onnx.ModelProto; tensors that lay beside the file still say so. `calibration`: the hash of what it was calibrated with."""
     proto = onnx.ModelProto()
     proto.CopyFrom(model.proto)
     rewriter = _Rewriter(proto, model.opset, accuracy_level)
@@ -47,7 +47,7 @@ def rewritten(model: OnnxModel, plan: Plan, accuracy_level: int, quantized: Stre
         if fmt.levels is not None:
             rewriter.replace(model.found(weight.name), fmt, entry.activation, outcome.parts)
     rewriter.finish()
-    _describe(proto, model, plan)
+    _describe(proto, plan, manifest.provenance(model.path.name, model.fingerprint, calibration))
     return proto
 
 
@@ -250,14 +250,11 @@ def _read_in(graph: Any) -> Iterable[str]:
         yield from node.input
 
 
-def _describe(proto: Any, model: OnnxModel, plan: Plan) -> None:
+def _describe(proto: Any, plan: Plan, origin: Provenance) -> None:
     counts: dict[str, int] = {}
     for entry in plan.entries:
         counts[entry.format] = counts.get(entry.format, 0) + 1
-    about = {
-        "fewbits.version": version("fewbits"),
-        "fewbits.source": model.path.name,
-        "fewbits.source_sha256": model.fingerprint,
+    about = manifest.said(origin, plan) | {
         "fewbits.plan": ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())),
         "fewbits.bits_per_weight": f"{plan.bits_per_weight:.4f}",
     }

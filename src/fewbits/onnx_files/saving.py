@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnx import external_data_helper
 
 from fewbits.errors import InputError
-from fewbits.files import Staged
+from fewbits.files import Staged, beside
 from fewbits.onnx_files import finding
 
 if TYPE_CHECKING:
@@ -28,21 +27,19 @@ def save(proto: Any, model: OnnxModel, out: Path, largest: int = LARGEST) -> Pat
     parts = (part for _, graph in finding.graphs(proto) for entries in (graph.initializer, graph.node) for part in entries)
     inside = sum(part.ByteSize() for part in parts)  # one by one: the whole may be more than protobuf can count
     outside = sum(_length(tensor) for tensor in _tensors(proto) if external_data_helper.uses_external_data(tensor))
-    with ExitStack() as staged:
-        file = staged.enter_context(Staged(out))
+    with Staged(out) as file:
         if inside + outside <= largest:
             for tensor in _tensors(proto):
                 _fetch(tensor, model)
         else:
-            beside = out.with_name(f"{out.name}.data")
-            _move_beside(proto, model, staged.enter_context(Staged(beside)), beside.name)
+            _move_beside(proto, model, beside(file), beside(out).name)
         file.write_bytes(proto.SerializeToString(deterministic=True))
     return out
 
 
 def check_output(model: OnnxModel, out: Path) -> None:
     taken = [model.path, *(model.path.parent / name for name in model.beside)]
-    if any(p.exists() and p.samefile(old) for p in (out, out.with_name(f"{out.name}.data")) for old in taken):
+    if any(p.exists() and p.samefile(old) for p in (out, beside(out)) for old in taken):
         raise InputError(f"`{out}` is the model itself", "choose another `-o`")
 
 

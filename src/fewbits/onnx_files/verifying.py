@@ -102,6 +102,9 @@ def verify(
     results = tuple(each.result(name) for name, each in compared.items())
     failures = [f"`{name}` is NaN, or not finite where the float file is" for name, each in compared.items() if not each.finite]
     for result in results:
+        figures = (result.cosine, result.cosine_least, result.max_abs_diff, result.relative_error)
+        if compared[result.name].finite and not all(map(math.isfinite, figures)):  # the float file gives zeros, or squares overflow
+            failures.append(f"how far `{result.name}` is from the float file cannot be said in numbers")
         if min_cosine is not None and not result.cosine >= min_cosine:
             failures.append(f"cosine {result.cosine:.5f} of `{result.name}` is below {min_cosine:g}")
         if max_error is not None and not result.relative_error <= max_error:

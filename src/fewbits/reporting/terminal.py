@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fewbits.range_comparison import RangeComparison
     from fewbits.verification import Verdict
 
-_NOTES = 8  # the first ones; the rest is in results.json
+_NOTES = 8  # the first ones, and of each the first weights; the rest is in results.json
 
 console = Console(stderr=True, highlight=False)
 
@@ -81,9 +81,14 @@ def outcomes(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
         for place, label in ((0, "position 0"), (1, "later positions")) if placed else ():
             ours, plain = (sum(float(row[name][place]) for row in placed) / len(placed) for name in ("gptq", "rtn"))
             console.print(f"  held-out output error at {label}: gptq {ours:.1e}, rounding {plain:.1e} (mean over {len(placed)} weights)")
-    told = [(weight, text) for weight, row in outcomes.items() for text in row.get("notes", ())]
-    for weight, text in told[:_NOTES]:
-        note(f"{weight}: {text}")
+    told: dict[str, list[str]] = {}
+    for weight, row in outcomes.items():
+        for text in row.get("notes", ()):
+            told.setdefault(text, []).append(weight)
+    for text, weights in list(told.items())[:_NOTES]:
+        more = f" and {len(weights) - _NOTES} more, in results.json" if len(weights) > _NOTES else ""
+        which = weights[0] if len(weights) == 1 else f"{len(weights)} weights ({', '.join(weights[:_NOTES])}{more})"
+        note(f"{which}: {text}")
     if len(told) > _NOTES:
         note(f"and {len(told) - _NOTES} notes more, in results.json")
 

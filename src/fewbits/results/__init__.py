@@ -81,6 +81,7 @@ class Gathered:
     distributions: tuple[Distribution, ...] = ()
     memory: tuple[Use, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # what a person should know of weights -> which
     left_out: Mapping[str, str] = field(default_factory=dict)  # what is not here, and why
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,6 +123,7 @@ def gather(
         distributions=distributions.of(model, artifact, statistics, progress),
         memory=uses,
         kernels=_kernels(artifact),
+        notes=_notes(artifact),
         left_out=left_out,
     )
 
@@ -165,6 +167,15 @@ def _kernels(artifact: Artifact) -> tuple[Kernel, ...]:
         backend = old.backend if old else kernels.bind(formats.get(entry.format), weight.shape).backend
         found[entry.format] = Kernel(entry.format, backend, (old.weights if old else 0) + 1, (old.bytes if old else 0) + entry.nbytes)
     return tuple(sorted(found.values(), key=lambda row: -row.bytes))
+
+
+def _notes(artifact: Artifact) -> dict[str, tuple[str, ...]]:
+    """Such as an expert that no token of the calibration text was given to."""
+    found: dict[str, list[str]] = {}
+    for weight, row in artifact.outcomes.items():
+        for note in row.get("notes", ()):
+            found.setdefault(note, []).append(weight)
+    return {note: tuple(weights) for note, weights in found.items()}
 
 
 def _accumulated(model: Model, artifact: Artifact, windows: Sequence[Sequence[int]], memory: int, progress: Progress[Any]) -> Accumulation:

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import artifact as artifacts
-from fewbits import targets
+from fewbits import machines, targets
 from fewbits.files import sha256_of
+from fewbits.reporting.page.contents import CALIBRATED
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
+    from fewbits.machines import Machine
 
 _PACKAGES = ("fewbits", "torch", "transformers", "numpy", "gguf", "safetensors")
 _SPELLED = {"split": "--split-size", "out": "-o"}
-_SILENT = {"fresh", "memory", "offline", "progress"}  # they change nothing in the result
+_SILENT = {"executor", "fresh", "memory", "offline", "progress", "store"}  # they change nothing in the result
 
 
 @dataclass(frozen=True)
@@ -35,20 +37,24 @@ class Reproduction:
     commands: tuple[str, ...]
     hashes: tuple[Hash, ...]
     versions: Mapping[str, str]
+    machine: Machine | None = None
+    caveat: str = ""  # who gets the same bytes
 
 
 def of(artifact: Artifact, path: Path, commands: Sequence[str]) -> Reproduction:
     origin = artifact.provenance
     hashes = [Hash(f"the model `{origin.source}`", origin.sha256)]
     if origin.calibration:
-        hashes.append(Hash("the text that calibrated it", origin.calibration))
+        hashes.append(Hash(CALIBRATED, origin.calibration))
     plan = artifact.path / artifacts.PLAN
     hashes.append(Hash("plan.json", sha256_of(plan), plan.stat().st_size))
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     for file in files:
         name = file.name if file == path else f"{path.name}/{file.relative_to(path)}"
         hashes.append(Hash(f"`{name}`", sha256_of(file), file.stat().st_size))
-    return Reproduction(tuple(commands), tuple(hashes), _versions(artifact.plan.target))
+    return Reproduction(
+        tuple(commands), tuple(hashes), _versions(artifact.plan.target), machines.here(), machines.caveat(bool(origin.calibration))
+    )
 
 
 def commands(quantize: Callable[..., Any], given: Mapping[str, Any]) -> tuple[str, ...]:

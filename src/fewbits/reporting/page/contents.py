@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+CALIBRATED = "the text that calibrated it"  # among the hashes: what codes were fitted to
 Row = Mapping[str, Any]
 
 
@@ -183,6 +184,9 @@ class Made:
     commands: tuple[str, ...]
     hashes: tuple[Hash, ...]
     versions: Mapping[str, str]
+    machine: Mapping[str, str]  # that the bytes may depend on
+    caveat: str  # who gets the same bytes
+    notes: Mapping[str, tuple[str, ...]]  # what a person should know of weights -> which
     left_out: Mapping[str, str]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from fewbits.reporting.page.contents import Results
+from fewbits.reporting.page.contents import CALIBRATED, Made, Results
 from fewbits.reporting.page.markup import Html, behind, figure, prose, table, tag
 from fewbits.reporting.page.reading import maybe, number, text, whole
 from fewbits.reporting.page.sections import Section, missing
@@ -17,7 +18,10 @@ def section(found: Results) -> Section | None:
     if found.made is None:
         return None
     if found.made.coverage is None:
-        return missing("coverage", _TITLE, "Nothing was calibrated: weights were rounded without looking at any text.")
+        before = any(each.what == CALIBRATED for each in found.made.hashes)
+        nothing = "Nothing was calibrated: weights were rounded without looking at any text."
+        section = missing("coverage", _TITLE, "Statistics were given, and not the text that they are of." if before else nothing)
+        return replace(section, body=section.body + _notes(found.made))
     seen = found.made.coverage
     samples, tokens = whole(seen["samples"]), whole(seen["tokens"])
     sources = [(text(row["name"]), whole(row["samples"]), whole(row["tokens"]), number(row["share"])) for row in seen["sources"]]
@@ -36,8 +40,15 @@ def section(found: Results) -> Section | None:
         tokens_of = [(text(row["text"]), str(whole(row["id"])), str(whole(row["count"]))) for row in gone["most_frequent"]]
         shown = table(("token", "id", "times in the evaluation"), tokens_of, "Tokens that calibration never saw", (1, 2))
         body.append(behind("The most frequent tokens that calibration never saw", shown))
+    body += _notes(found.made)
     data: dict[str, Any] = {"sources": [{"name": name, "share": part} for name, _, _, part in sources[:20]]}
     return Section("coverage", _TITLE, _about(tokens, samples), tuple(body), data)
+
+
+def _notes(made: Made) -> tuple[Html, ...]:
+    """What happened to single weights: an expert that no token of the text was given to."""
+    said = {f"{len(weights)} of {len(made.weights)} weights: {note}.": weights for note, weights in made.notes.items()}
+    return tuple(behind(text, table(("weight",), [(name,) for name in weights], text)) for text, weights in said.items())
 
 
 def _about(tokens: int, samples: int) -> str:

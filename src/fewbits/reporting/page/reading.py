@@ -30,6 +30,7 @@ from fewbits.reporting.page.contents import (
 )
 
 T = TypeVar("T")
+_FIGURES = ("kl_mean", "kl_p99", "kl_max", "ppl", "ppl_base", "ppl_ratio", "top1_agreement", "max_logit_diff", "bits_per_weight")
 _HINT = "`fewbits quantize` writes one into the folder OUT.work, `fewbits demo` into its own"
 
 
@@ -93,6 +94,9 @@ def _made(content: Row) -> Made:
         commands=tuple(map(text, again.get("commands") or ())),
         hashes=tuple(Hash(text(row["what"]), text(row["sha256"]), maybe(row.get("bytes"), whole)) for row in again.get("hashes") or ()),
         versions={text(name): text(value) for name, value in (again.get("versions") or {}).items()},
+        machine={text(name): str(value) for name, value in (again.get("machine") or {}).items()},
+        caveat=text(again.get("caveat") or ""),
+        notes={text(note): tuple(map(text, weights)) for note, weights in (content.get("notes") or {}).items()},
         left_out={text(name): text(value) for name, value in (content.get("left_out") or {}).items()},
     )
 
@@ -124,13 +128,16 @@ def _frontier(plans: Row | None, points: Any, weights: tuple[Weight, ...]) -> tu
 def verdict(row: Row) -> Verdict:
     kl_low, kl_high = row["kl_ci95"]
     ratio_low, ratio_high = row["ppl_ratio_ci95"]
+    failures, figures = tuple(map(text, row["failures"])), [row[name] for name in _FIGURES] + [kl_low, kl_high, ratio_low, ratio_high]
+    if not failures and not all(math.isfinite(number(value)) for value in figures):
+        failures = ("a figure is not finite",)  # whatever the file says of itself
     return Verdict(
         tokens=whole(row["tokens"]), kl=number(row["kl_mean"]), kl_low=number(kl_low), kl_high=number(kl_high),
         kl_p99=number(row["kl_p99"]), kl_max=number(row["kl_max"]), kl_floor=maybe(row["kl_floor"], number), ppl=number(row["ppl"]),
         ppl_base=number(row["ppl_base"]), ppl_ratio=number(row["ppl_ratio"]), ppl_ratio_low=number(ratio_low),
         ppl_ratio_high=number(ratio_high), agreement=number(row["top1_agreement"]), max_logit_diff=number(row["max_logit_diff"]),
         bytes=whole(row["bytes"]), bits_per_weight=number(row["bits_per_weight"]), runtime=text(row["runtime"]),
-        runtime_version=text(row["runtime_version"]), failures=tuple(map(text, row["failures"])), passed=bool(row.get("passed", True)),
+        runtime_version=text(row["runtime_version"]), failures=failures, passed=not failures and row.get("passed", True) is True,
         limits={text(name): number(value) for name, value in row["thresholds"].items() if value is not None},
     )  # fmt: skip
 

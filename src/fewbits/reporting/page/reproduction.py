@@ -16,8 +16,10 @@ def section(found: Results) -> Section | None:
     hashes = [(prose(each.what), each.sha256, "" if each.bytes is None else f"{each.bytes:,}") for each in made.hashes]
     body.append(table(("what", "sha256", "bytes"), hashes, "Hashes", (2,)))
     body.append(table(("what", "version"), list(made.versions.items()), "Versions"))
+    if made.machine:
+        body.append(table(("what", ""), list(made.machine.items()), "The machine that it was made on"))
     if made.methods:
         chosen = [f"{count} by {name}" for name, count in sorted(made.methods.items(), key=lambda item: -item[1])]
         body.append(tag("p", prose(f"Codes of the weights were chosen: {names(chosen)}.")))
-    about = "The same input gives the same bytes. The hashes say whether it is the same input."
+    about = f"The same input gives the same bytes. The hashes say whether it is the same input. {made.caveat}".strip()
     return Section("again", "How to make it again", about, tuple(body))

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import formats
+from fewbits import formats, manifest
 from fewbits.targets import Target
 from fewbits.targets.compressed_tensors import schemes, shards
 from fewbits.targets.compressed_tensors.configuration import quantization_config, scheme_of
@@ -153,9 +153,7 @@ def _write_assets(source: Artifact | Draft, folder: Path) -> None:
 
 
 def _shards(source: Artifact | Draft) -> list[shards.Shard]:
-    made = source.provenance
-    about = {"fewbits.version": made.fewbits, "fewbits.source": made.source, "fewbits.source_sha256": made.sha256}
-    return shards.split([*_weights(source), *_kept(source)], about, shards.SHARD_BYTES)
+    return shards.split([*_weights(source), *_kept(source)], manifest.said(source.provenance, source.plan), shards.SHARD_BYTES)
 
 
 def _weights(source: Artifact | Draft) -> Iterator[Piece]:

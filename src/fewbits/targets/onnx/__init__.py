@@ -16,9 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import formats
+from fewbits import files, formats
 from fewbits.errors import InputError, MissingError
-from fewbits.files import Staged
 from fewbits.targets import Target
 from fewbits.targets.onnx import qdq, storage, versions
 
@@ -119,16 +118,14 @@ class Onnx(Target):
         return found
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Weight]) -> None:
-        from fewbits.targets.onnx import beside, graph
+        from fewbits.targets.onnx import graph
 
         stores = self._stores(artifact)
         model = graph.trace(artifact, stores)
         graph.describe(model, artifact, self.accuracy_level)
         if graph.nbytes(model, stores) > self.largest:
-            data = beside.file_for(path)
-            proto, placed = graph.place(model, stores, data.name)
-            with Staged(data) as staged:
-                graph.fill_beside(staged, placed, artifact, stores, progress)
+            proto, placed = graph.place(model, stores, f"{files.final_name(path)}.data")
+            graph.fill_beside(files.beside(path), placed, artifact, stores, progress)
         else:
             graph.fill(model, artifact, stores, progress)
             proto = graph.proto_of(model)

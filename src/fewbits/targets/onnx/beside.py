@@ -5,10 +5,8 @@ Sizes are known from shapes, so that a graph can name the places before there is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import onnx
@@ -71,9 +69,3 @@ def write(stream: BinaryIO, placed: Mapping[str, Array], arrays: Iterator[tuple[
         stream.write(bytes(array.offset - stream.tell()))
         stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
     assert stream.tell() == nbytes(placed)
-
-
-def file_for(graph: Path) -> Path:
-    """Where the arrays of this graph go: `model.onnx.data`. A graph that is still written has a temporary name around its own."""
-    temporary = re.fullmatch(r"\.(.+)\.\d+\.partial", graph.name)
-    return graph.with_name(f"{temporary[1] if temporary else graph.name}.data")

@@ -16,6 +16,7 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
+from fewbits import manifest
 from fewbits.errors import InputError
 from fewbits.targets.onnx import beside, layers
 
@@ -124,14 +125,11 @@ def describe(model: ir.Model, artifact: Artifact | Draft, accuracy_level: int) -
     counts: dict[str, int] = {}
     for entry in artifact.plan.entries:
         counts[entry.format] = counts.get(entry.format, 0) + 1
-    about = artifact.provenance
-    model.producer_name, model.producer_version = "fewbits", about.fewbits
+    model.producer_name, model.producer_version = "fewbits", artifact.provenance.fewbits
     model.graph.name = artifact.config.model_type
     model.metadata_props.update(
-        {
-            "fewbits.version": about.fewbits,
-            "fewbits.source": about.source,
-            "fewbits.source_sha256": about.sha256,
+        manifest.said(artifact.provenance, artifact.plan)
+        | {
             "fewbits.plan": ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())),
             "fewbits.bits_per_weight": f"{artifact.plan.bits_per_weight:.4f}",
             "fewbits.accuracy_level": str(accuracy_level),
@@ -165,7 +163,21 @@ def proto_of(model: ir.Model) -> Any:
 
 def save(proto: Any, path: Path) -> None:
     path.write_bytes(proto.SerializeToString(deterministic=True))
-    onnx.checker.check_model(path)  # with what lies beside it; operators of com.microsoft are unknown to it and skipped
+    onnx.checker.check_model(_without_arrays_beside(proto) or path)  # operators of com.microsoft are unknown to it and skipped
+
+
+def _without_arrays_beside(proto: Any) -> Any | None:
+    """The graph with inputs in place of the arrays that lie beside it, which do not have their names yet; None: it has none."""
+    outside = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
+    if not outside:
+        return None
+    bare = onnx.ModelProto()
+    bare.CopyFrom(proto)
+    kept = [tensor for tensor in proto.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
+    del bare.graph.initializer[:]
+    bare.graph.initializer.extend(kept)
+    bare.graph.input.extend(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in outside)
+    return bare
 
 
 def _wanted(artifact: Artifact | Draft, stores: Mapping[str, Store]) -> Iterator[tuple[str, Weight]]:

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from fewbits import manifest
 from fewbits.errors import InputError
 from fewbits.targets.onnx_genai.data import table
 
@@ -70,11 +71,7 @@ def _description(artifact: Artifact | Draft, level: int) -> dict[str, str]:
     counts: dict[str, int] = {}
     for entry in artifact.plan.entries:
         counts[entry.format] = counts.get(entry.format, 0) + 1
-    about = artifact.provenance
-    return {
-        "fewbits.version": about.fewbits,
-        "fewbits.source": about.source,
-        "fewbits.source_sha256": about.sha256,
+    return manifest.said(artifact.provenance, artifact.plan) | {
         "fewbits.plan": ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())),
         "fewbits.bits_per_weight": f"{artifact.plan.bits_per_weight:.4f}",
         "fewbits.accuracy_level": str(level),

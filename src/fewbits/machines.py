@@ -1,0 +1,98 @@
+"""What the last bits of a floating-point sum depend on: the processor, its instructions, the number of threads, the versions.
+
+Codes that are chosen without calibration are the same everywhere: every block of a weight is fitted by itself, and all kernels give the
+same bits. What torch sums (statistics, factors of Hessians, rewrites, tuning) is added up in an order that the machine decides, and codes
+that are fitted to it may come out otherwise elsewhere. So provenance names the machine where that is so, and only there.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+SAME_ANYWHERE = "Nothing was calibrated: any processor and any number of threads gives the same bytes."
+SAME_HERE = (
+    "Codes were fitted to floating-point sums, which another instruction set, number of threads or version of torch adds up in another "
+    "order, and so does a GPU: the bytes come again where the machine is this one, and may differ in some codes elsewhere."
+)
+ABOUT = "about"  # the entry in the header of a kept result: its values, and what made it
+_LOOKED_AT = 32  # results of a folder: they are seldom of more than one machine
+
+
+@dataclass(frozen=True)
+class Machine:
+    processor: str  # torch's BLAS chooses its code by it
+    instructions: str  # that torch uses, in its words: AVX512, AVX2, DEFAULT
+    threads: int
+    kernels: str  # who does fewbits' own work: native-avx512, reference
+    torch: str
+    fewbits: str
+
+
+def here() -> Machine:
+    import torch
+
+    from fewbits import kernels
+
+    instructions, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    return Machine(_processor(), instructions, threads, kernels.backend(), torch.__version__, metadata.version("fewbits"))
+
+
+def caveat(calibrated: bool) -> str:
+    """Who gets the same bytes, in a sentence."""
+    return SAME_HERE if calibrated else SAME_ANYWHERE
+
+
+def with_maker(values: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+    """What a kept result says in its header: its values, and of what it is told apart by, as `Kept` has it, program and machine."""
+    return json.dumps({"values": values, "made_by": [about.get("code"), about.get("machine")]})
+
+
+def changed(results: Path, about: Mapping[str, Any]) -> str | None:
+    """Why the results in a folder are of no use to a run: all that were looked at were made otherwise. None: they are, or none is there."""
+    from safetensors import SafetensorError, safe_open
+
+    found = []
+    for file in islice(results.glob("*.safetensors"), _LOOKED_AT):
+        with (
+            suppress(SafetensorError, OSError, ValueError, LookupError, TypeError, RecursionError),
+            safe_open(file, framework="numpy") as header,
+        ):
+            code, (instructions, threads) = json.loads(header.metadata()[ABOUT])["made_by"]
+            found.append((code, instructions, int(threads)))
+    instructions, threads = about["machine"]
+    now = (about["code"], instructions, threads)
+    return None if not found or now in found else _difference(found[0], now)
+
+
+def _difference(before: tuple[str, str, int], now: tuple[str, str, int]) -> str:
+    was, are = [], []
+    if before[1] != now[1]:
+        was, are = [f"with {before[1]} instructions"], [f"with {now[1]}"]
+    if before[2] != now[2]:
+        was, are = [*was, f"with {_threads(before[2])}"], [*are, f"with {_threads(now[2])}"]
+    if before[0] != now[0]:
+        was = [*was, "by another version of fewbits or torch"]
+    runs = f", this one runs {' and '.join(are)}" if are else ""
+    said = f"results of an earlier run were made {' and '.join(was)}{runs}: they are made anew"
+    return f"{said} (OMP_NUM_THREADS={before[2]} would go on from them)" if before[:2] == now[:2] else said
+
+
+def _threads(count: int) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
