@@ -65,7 +65,7 @@ class TestStore:
         path = the_file(tmp_path)
         assert path.stem.split("-")[2] == hashlib.sha256(path.read_bytes()).hexdigest()[:32]
         with safe_open(path, framework="pt") as file:
-            assert json.loads(file.metadata()["values"]) == VALUES and set(file.keys()) == set(TENSORS)
+            assert json.loads(file.metadata()["about"])["values"] == VALUES and set(file.keys()) == set(TENSORS)
 
     def test_a_file_damaged_anywhere_counts_as_absent_and_is_replaced(self, tmp_path: Path) -> None:
         a_store(tmp_path).keep("weight", VALUES, TENSORS, name="w")

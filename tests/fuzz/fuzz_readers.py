@@ -17,5 +17,10 @@ with atheris.instrument_imports(include=["fewbits"]):
     import readers
 
 if __name__ == "__main__":
-    atheris.Setup(sys.argv, readers.reader())
-    atheris.Fuzz()
+    with readers.scratch() as folder:
+        child = os.fork()  # libFuzzer ends its process without a word: what it worked in is removed by another
+        if child == 0:
+            atheris.Setup(sys.argv, readers.reader(Path(folder)))
+            atheris.Fuzz()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    sys.exit(status if status >= 0 else 128 - status)

@@ -81,17 +81,22 @@ READERS: tuple[Callable[[Path], Any], ...] = (
 )  # fmt: skip
 
 
-def reader() -> Callable[[bytes], None]:
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """For the files that are read: in memory, where there is such a place."""
+    fast = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(prefix="fewbits-fuzz-", dir=fast if fast.is_dir() else None)
+
+
+def reader(folder: Path) -> Callable[[bytes], None]:
     """What a fuzzer calls: an exception that comes out of it is a find."""
-    fast = Path("/dev/shm")  # a file in memory, where there is such a place
-    scratch = Path(tempfile.mkdtemp(prefix="fewbits-fuzz-", dir=fast if fast.is_dir() else None)) / "input"
+    path = folder / "input"
 
     def one(content: bytes) -> None:
         if not content:
             return
-        scratch.write_bytes(content[1:])
+        path.write_bytes(content[1:])
         try:
-            READERS[content[0] % len(READERS)](scratch)
+            READERS[content[0] % len(READERS)](path)
         except FewbitsError as failure:
             assert failure.hint, failure
 

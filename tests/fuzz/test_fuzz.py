@@ -53,9 +53,9 @@ def test_every_reader_has_a_seed_that_it_reads_or_refuses() -> None:
     assert {seed[0] % len(readers.READERS) for seed in seeds} == set(range(len(readers.READERS)))
 
 
-def test_mutations_of_the_corpus_are_read_or_refused() -> None:
+def test_mutations_of_the_corpus_are_read_or_refused(tmp_path: Path) -> None:
     """Without a tool, and the same every time."""
-    source, read = random.Random(0), readers.reader()
+    source, read = random.Random(0), readers.reader(tmp_path)
     seeds = [path.read_bytes() for path in sorted(CORPUS.iterdir())]
     for number in range(MUTATIONS):
         content = mutated(seeds[number % len(seeds)], source)
