@@ -89,12 +89,15 @@ class Blocks:
     def __init__(self, model: Source, memory: int | None = None) -> None:
         """`memory`: bytes that the experts of a block may take together; None: as many as they need."""
         self.model, self._memory = model, memory
-        # pages that are never written take no memory; experts one by one, so that what each is given can be seen
+        # experts one by one, so that what each is given can be seen
         self.module = empty_module(stacks.looping(model.config)).eval().requires_grad_(False)
         self.path, blocks = _blocks_of(self.module)
         self._blocks = list(blocks)
         self.stubs = [_Stub(block) for block in self._blocks]  # in the places of the blocks
         self._shapes = {name: tensor.shape for name, tensor in self._parameters.items()}
+        for name in self._names():  # pages that were never written take no memory, but these may be some that were in use before
+            self._parameters[name].data = _NOTHING.expand(self._shapes[name])
+        give_back()
         self._supplied: dict[str, Callable[[], Tensor]] = {}  # experts of the filled block that are loaded when they are multiplied
         parent, _, attribute = self.path.rpartition(".")
         setattr(self.module.get_submodule(parent), attribute, nn.ModuleList(self.stubs))
