@@ -27,7 +27,8 @@ from typing import Any
 
 WARM_UP = 5  # rounds: what is imported and cached on the way
 GROWTH = 64 << 10  # bytes per round, at most: a quarter of one 256 x 256 matrix of the model in float32, 13 MB in 200 rounds
-SETTINGS: Mapping[str, Any] = {"size": "4.5bpw", "formats": ("q3_k", "q8_0"), "samples": 2, "length": 64, "tokens": 128}  # little text: seconds
+# little text: a round takes seconds
+SETTINGS: Mapping[str, Any] = {"size": "4.5bpw", "formats": ("q3_k", "q8_0"), "samples": 2, "length": 64, "tokens": 128}
 
 
 @dataclass(frozen=True)
