@@ -240,6 +240,6 @@ def test_pricing_loads_neither_torch_nor_compressed_tensors() -> None:
         "import sys; from fewbits import formats, targets; from fewbits.model import Weight\n"
         "w = Weight('a', (64, 172), 'mlp', 'fp16'); t = targets.get('safetensors')\n"
         "[t.nbytes(w, f) for f in formats.all().values() if not (f.fits(w.shape) or t.accepts(w, f))]\n"
-        "print([m for m in ('torch', 'compressed_tensors', 'transformers', 'safetensors') if m in sys.modules])"
+        "print([m for m in ('torch', 'compressed_tensors', 'transformers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -25,6 +25,8 @@ from fewbits.errors import InputError
 from fewbits.files import Staged, sha256_of, to_json
 from fewbits.manifest import Manifest, Provenance
 from fewbits.progress import silent
+from fewbits.tensor_files import SafetensorError, TensorFile
+from fewbits.tensor_types import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,10 +43,6 @@ __all__ = ["Artifact", "Provenance", "add_verdict", "calibration_hash", "copy", 
 
 PLAN = "plan.json"
 _SHARD_BYTES = 1 << 28  # held in memory until they are written
-_TYPES = {
-    "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
-    "F16": "float16", "BF16": "bfloat16", "F32": "float32",
-}  # fmt: skip
 
 
 class Artifact:
@@ -55,7 +53,7 @@ class Artifact:
         self.manifest = manifest.read(path)
         self.weights, self.rest = self.manifest.weights, self.manifest.rest
         self.outcomes, self.provenance = dict(self.manifest.outcomes), self.manifest.provenance
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, TensorFile] = {}
         manifest.check_files(path, self.manifest)
         self.plan = planning.read(read_text(path / PLAN, manifest.HINT), self.weights)
         self._check_types()
@@ -148,35 +146,32 @@ class Artifact:
         for weight in self.weights:
             for part, spec in formats.get(self.plan[weight.name].format).parts(weight.shape).items():
                 name = f"{weight.name}.{part}"
-                header = self._slice(name)
-                dtype, shape = str(header.get_dtype()), tuple(header.get_shape())
-                if (_TYPES.get(dtype), shape) != (spec.dtype, spec.shape):
-                    stored, wanted = f"{_TYPES.get(dtype, dtype)} {shape}", f"{spec.dtype} {spec.shape}"
+                dtype, shape = self._header(name)
+                if (dtype, shape) != (spec.dtype, spec.shape):
+                    stored, wanted = f"{dtype} {shape}", f"{spec.dtype} {spec.shape}"
                     raise InputError(f"`{name}` of `{self.path}` is {stored}; its format stores {wanted}", manifest.HINT)
         for name in self.rest:
-            self._slice(name)
+            self._header(name)
 
-    def _slice(self, name: str) -> Any:
-        from safetensors import SafetensorError
-
+    def _header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Type and shape."""
+        file = self._file(name)
         try:
-            return self._file(name).get_slice(name)
+            stored = file.dtype(name)
+            return DTYPES.get(stored, stored), file.shape(name)
         except SafetensorError as failure:
             raise InputError(f"`{name}` is not in `{self.path / self.manifest.shard_of[name]}`", manifest.HINT) from failure
 
     def _tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._file(name).get_tensor(name)
-        return tensor
+        return self._file(name).tensor(name)
 
-    def _file(self, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
+    def _file(self, name: str) -> TensorFile:
         if name not in self.manifest.shard_of:
             raise InputError(f"`{self.path}` does not say where `{name}` is", manifest.HINT)
         file = self.manifest.shard_of[name]
         try:
             if file not in self._open:
-                self._open[file] = safe_open(self.path / file, framework="pt")
+                self._open[file] = TensorFile(self.path / file)
         except (SafetensorError, OSError) as failure:
             raise InputError(f"`{self.path / file}` cannot be read: {failure}", manifest.HINT) from failure
         return self._open[file]

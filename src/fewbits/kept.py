@@ -28,6 +28,7 @@ from fewbits import machines
 from fewbits.errors import InputError, MissingError
 from fewbits.files import cannot_write, is_full_disk, remove, sha256_of, sync
 from fewbits.progress import say, silent
+from fewbits.tensor_files import SafetensorError, TensorFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,10 +48,8 @@ class Result:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """Mapped, not read: pages come from the file when they are touched, and are let go of when memory is short."""
-        from safetensors import safe_open
-
-        with safe_open(self.path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        file = TensorFile(self.path)
+        return {name: file.tensor(name) for name in file.keys()}  # noqa: SIM118
 
     def link(self, path: Path) -> None:
         """The same file under another name, which stays when this one is dropped."""
@@ -117,7 +116,6 @@ class Kept:
 
     def keep(self, step: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor], **parameters: Any) -> Result:
         """On the disk for good when this returns."""
-        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         key = self._key(step, parameters)
@@ -239,11 +237,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def _values(path: Path) -> dict[str, Any]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        found: dict[str, Any] = json.loads(file.metadata()[machines.ABOUT])["values"]
-        return found
+    found: dict[str, Any] = json.loads(TensorFile(path).metadata()[machines.ABOUT])["values"]
+    return found
 
 
 @contextmanager

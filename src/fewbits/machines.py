@@ -17,6 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fewbits.tensor_files import SafetensorError, TensorFile
+
 SAME_ANYWHERE = "Nothing was calibrated: any processor and any number of threads gives the same bytes."
 SAME_HERE = (
     "Codes were fitted to floating-point sums, which another instruction set, number of threads or version of torch adds up in another "
@@ -57,15 +59,10 @@ def with_maker(values: Mapping[str, Any], about: Mapping[str, Any]) -> str:
 
 def changed(results: Path, about: Mapping[str, Any]) -> str | None:
     """Why the results in a folder are of no use to a run: all that were looked at were made otherwise. None: they are, or none is there."""
-    from safetensors import SafetensorError, safe_open
-
     found = []
     for file in islice(results.glob("*.safetensors"), _LOOKED_AT):
-        with (
-            suppress(SafetensorError, OSError, ValueError, LookupError, TypeError, RecursionError),
-            safe_open(file, framework="numpy") as header,
-        ):
-            code, (instructions, threads) = json.loads(header.metadata()[ABOUT])["made_by"]
+        with suppress(SafetensorError, OSError, ValueError, LookupError, TypeError, RecursionError):
+            code, (instructions, threads) = json.loads(TensorFile(file).metadata()[ABOUT])["made_by"]
             found.append((code, instructions, int(threads)))
     instructions, threads = about["machine"]
     now = (about["code"], instructions, threads)

@@ -27,6 +27,7 @@ from fewbits.checkpoints.folder import inside, read_json
 from fewbits.errors import InputError
 from fewbits.files import Staged, sha256_of
 from fewbits.spilled import Room
+from fewbits.tensor_files import SafetensorError, TensorFile
 
 if TYPE_CHECKING:
     from fewbits.model import Weight
@@ -116,16 +117,13 @@ class Statistics:
         return self._fields("input", block, "kv")
 
     def _fields(self, kind: str, block: int, name: str) -> dict[str, Any]:
-        from safetensors import SafetensorError, safe_open
-
         path = self.folder / file_name(kind, block)
         if not path.is_file():
             return {}
         try:
-            with safe_open(inside(self.folder, path), framework="pt") as file:
-                prefix = f"{name}:"
-                keys = [key for key in file.keys() if key.startswith(prefix) and ":" not in key.removeprefix(prefix)]  # noqa: SIM118
-                return {key.removeprefix(prefix): _opened(key, file.get_tensor(key)) for key in keys}
+            file, prefix = TensorFile(inside(self.folder, path)), f"{name}:"
+            keys = [key for key in file.keys() if key.startswith(prefix) and ":" not in key.removeprefix(prefix)]  # noqa: SIM118
+            return {key.removeprefix(prefix): _opened(key, file.tensor(key)) for key in keys}
         except (SafetensorError, OSError) as failure:
             raise InputError(f"`{path}` cannot be read: {failure}", _HINT) from failure
 
@@ -227,11 +225,9 @@ def _merge_files(paths: list[Path], out: Path) -> None:
 
 def _loaded(path: Path) -> dict[str, Tensor]:
     """Checked as it is when it is asked for weight by weight: a sum of two runs must not hide what is wrong with one."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
-        found: dict[str, Tensor] = load_file(inside(path.parent, path))
+        file = TensorFile(inside(path.parent, path))
+        found = {key: file.tensor(key) for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as failure:
         raise InputError(f"`{path}` cannot be read: {failure}", _HINT) from failure
     groups: dict[str, dict[str, Any]] = {}

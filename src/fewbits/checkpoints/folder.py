@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits.checkpoints import limits
 from fewbits.errors import InputError
+from fewbits.tensor_files import SafetensorError, TensorFile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +27,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._shard_of = _shards(path)
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, TensorFile] = {}
 
     @cached_property
     def config(self) -> Any:
@@ -47,22 +48,20 @@ class Folder:
         return list(self._shard_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(name).get_slice(name).get_shape())
+        return self._file(name).shape(name)
 
     def dtype(self, name: str) -> str:
-        stored = str(self._file(name).get_slice(name).get_dtype())
+        stored = self._file(name).dtype(name)
         if stored not in _CAST:
             hint = "fewbits quantizes float checkpoints; this one seems to be quantized already"
             raise InputError(f"`{name}` is stored as {stored}", hint)
         return _CAST[stored]
 
     def load(self, name: str) -> Tensor:
-        tensor: Tensor = self._file(name).get_tensor(name)
-        return tensor
+        return self._file(name).tensor(name)
 
     def load_slice(self, name: str, index: int) -> Tensor:
-        part: Tensor = self._file(name).get_slice(name)[index]
-        return part
+        return self._file(name).tensor(name)[index]
 
     def save_assets(self, folder: Path) -> None:
         for pattern in _ASSETS:
@@ -76,7 +75,7 @@ class Folder:
         shards = sorted(set(self._shard_of.values()))
         return [self.path / name for name in ["config.json", *shards]]
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> TensorFile:
         shard = self._shard_of[name]
         if shard not in self._open:
             self._open[shard] = _open_shard(self.path / shard)
@@ -153,15 +152,13 @@ def _shards(path: Path) -> dict[str, str]:
     return {name: file.name for file in single for name in sorted(_open_shard(file).keys())}
 
 
-def _open_shard(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
+def _open_shard(path: Path) -> TensorFile:
     inside(path.parent, path)
     if not path.is_file():  # a pipe would be waited for
         raise InputError(f"`{path}` is not a file", "fetch it again")
     _check_header(path)
     try:
-        return safe_open(path, framework="pt")
+        return TensorFile(path)
     except (SafetensorError, OSError) as failure:
         raise InputError(f"`{path}` cannot be read: {failure}", _DAMAGED) from failure
 

@@ -16,7 +16,9 @@ from fewbits.checkpoints.folder import read_json
 from fewbits.errors import InputError
 from fewbits.formats.microscaling import E2M1, E8M0
 from fewbits.targets.compressed_tensors.schemes import Scheme
-from fewbits.targets.compressed_tensors.shards import DTYPES, Array
+from fewbits.targets.compressed_tensors.shards import Array
+from fewbits.tensor_files import SafetensorError, TensorFile
+from fewbits.tensor_types import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,27 +73,24 @@ def contents(path: Path) -> list[Stored]:
     found = [_quantized(files, layer, parts, groups) for layer, parts in layers.items()]
     for name in files.keys() - inside:
         array = _array(files, name)
-        found.append(Stored(name, _CASTS.get(array.dtype, array.dtype), array.shape, array.nbytes, partial(files[name].get_tensor, name)))
+        found.append(Stored(name, _CASTS.get(array.dtype, array.dtype), array.shape, array.nbytes, partial(files[name].tensor, name)))
     return sorted(found, key=lambda stored: stored.name)
 
 
-def _files(path: Path) -> dict[str, Any]:
+def _files(path: Path) -> dict[str, TensorFile]:
     """The file of every tensor, opened."""
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, Any] = {}
+    found: dict[str, TensorFile] = {}
     for file in sorted(path.glob("*.safetensors")):
         try:
-            opened: Any = safe_open(file, framework="pt")
+            opened = TensorFile(file)
         except (SafetensorError, OSError) as failure:
             raise InputError(f"`{file}` cannot be read: {failure}", _HINT) from failure
         found |= dict.fromkeys(opened.keys(), opened)
     return found
 
 
-def _array(files: dict[str, Any], name: str) -> Array:
-    header = files[name].get_slice(name)
-    return Array(DTYPES[header.get_dtype()], tuple(header.get_shape()))
+def _array(files: dict[str, TensorFile], name: str) -> Array:
+    return Array(DTYPES[files[name].dtype(name)], files[name].shape(name))
 
 
 def _groups(path: Path) -> list[tuple[list[str], Scheme]]:
@@ -110,13 +109,13 @@ def _groups(path: Path) -> list[tuple[list[str], Scheme]]:
         raise InputError(f"`{path / 'config.json'}` does not say how its weights are quantized: {failure!r}", _HINT) from failure
 
 
-def _quantized(files: dict[str, Any], layer: str, parts: dict[str, str], groups: list[tuple[list[str], Scheme]]) -> Stored:
+def _quantized(files: dict[str, TensorFile], layer: str, parts: dict[str, str], groups: list[tuple[list[str], Scheme]]) -> Stored:
     scheme = next((scheme for targets, scheme in groups if any(_names(target, layer) for target in targets)), None)
     if scheme is None:
         raise InputError(f"`{layer}` is quantized, but no group of config.json names it", _HINT)
     arrays = {part: _array(files, name) for part, name in parts.items()}
     if "weight_shape" in parts:
-        rows, cols = files[parts["weight_shape"]].get_tensor(parts["weight_shape"]).tolist()
+        rows, cols = files[parts["weight_shape"]].tensor(parts["weight_shape"]).tolist()
     elif own := arrays.get("weight", arrays.get("weight_packed")):
         rows, cols = own.shape[0], own.shape[1] * (1 if "weight" in arrays else 2)
     else:
@@ -129,7 +128,7 @@ def _quantized(files: dict[str, Any], layer: str, parts: dict[str, str], groups:
             raise InputError(f"`{layer}.{part}` is {said}, {wanted.dtype} {wanted.shape} by config.json", _HINT)
 
     def load() -> Tensor:
-        return _decoded(scheme, (rows, cols), {part: files[name].get_tensor(name) for part, name in parts.items()})
+        return _decoded(scheme, (rows, cols), {part: files[name].tensor(name) for part, name in parts.items()})
 
     return Stored(layer, scheme.type, (rows, cols), sum(array.nbytes for array in arrays.values()), load)
 

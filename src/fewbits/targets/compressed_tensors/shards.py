@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fewbits.tensor_types import ITEMS
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -23,13 +25,6 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9  # of a file at most, unless one weight is larger: a download that breaks off is not all lost
 
-_ITEMS = {
-    "bool": ("BOOL", 1), "uint8": ("U8", 1), "int8": ("I8", 1), "int16": ("I16", 2), "int32": ("I32", 4), "int64": ("I64", 8),
-    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1), "float16": ("F16", 2), "bfloat16": ("BF16", 2),
-    "float32": ("F32", 4), "float64": ("F64", 8),
-}  # fmt: skip
-DTYPES = {stored: dtype for dtype, (stored, _) in _ITEMS.items()}  # of the file -> torch's name
-
 
 class Array(NamedTuple):
     dtype: str  # torch's name
@@ -37,7 +32,7 @@ class Array(NamedTuple):
 
     @property
     def item_bytes(self) -> int:
-        return _ITEMS[self.dtype][1]
+        return ITEMS[self.dtype][1]
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +72,7 @@ class Shard:
     def header(self) -> bytes:
         said: dict[str, Any] = {"__metadata__": {"format": "pt", **self.metadata}}
         for name, (array, start) in self.places.items():
-            said[name] = {"dtype": _ITEMS[array.dtype][0], "shape": array.shape, "data_offsets": [start, start + array.nbytes]}
+            said[name] = {"dtype": ITEMS[array.dtype][0], "shape": array.shape, "data_offsets": [start, start + array.nbytes]}
         text = json.dumps(said, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
