@@ -59,7 +59,6 @@ soak: .venv/ready
 SECONDS ?= 60
 fuzz: .venv/ready
 	$(MAKE) -C tests/fuzz clang
-	$(PIP) atheris
 	$(MAKE) -C tests/fuzz readers PYTHON=$(CURDIR)/$(BIN)/python SECONDS=$(SECONDS)
 	$(MAKE) -C tests/fuzz decoders SECONDS=$(SECONDS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import readers
 
 HERE = Path(__file__).parent
 CORPUS = HERE / "corpus" / "readers"
+NATIVE = HERE.parents[1] / "src" / "fewbits" / "kernels" / "native"
 DECODERS = HERE.parents[1] / "build" / "fuzz" / "decoders"
 MUTATIONS = 1500
 NUMBERS = [
@@ -72,6 +74,29 @@ def test_readers_survive_a_few_seconds_of_atheris(tmp_path: Path, record_propert
     found = re.search(r"number_of_executed_units: (\d+)", ended.stderr)
     record_property("table", f"atheris: {found[1] if found else 0} executions")
     assert ended.returncode == 0 and found, ended.stderr[-4000:]
+
+
+def test_some_decoders_survive_mutations_under_the_sanitizers(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """By any compiler, of the formats that compile in seconds. What finds more needs clang: the next one."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    sources = [
+        NATIVE / "table.cc",
+        *(NATIVE / f"{name}.cc" for name in ("fp8", "iq4_xs", "k_symmetric")),
+        HERE.parent / "native" / "weights.cc",
+    ]
+    words = [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-pthread", f"-I{NATIVE}", f"-I{HERE.parent / 'native'}"]
+    words += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    all_of_it = [*words, *map(str, sources), str(HERE / "decoders.cc"), str(HERE / "without_clang.cc"), "-o", "decoders"]
+    built = subprocess.run(all_of_it, cwd=tmp_path, capture_output=True, text=True)
+    if "cannot find" in built.stderr:
+        pytest.skip("the compiler has no sanitizers")
+    assert built.returncode == 0, built.stderr
+    seeds = sorted((HERE / "corpus" / "decoders").iterdir())
+    ended = subprocess.run([str(tmp_path / "decoders"), "2000", *map(str, seeds)], capture_output=True, text=True, cwd=tmp_path)
+    record_property("table", f"native decoders without clang: {ended.stdout.strip()}")
+    assert ended.returncode == 0 and ended.stdout == "2000 executions\n", ended.stderr[-4000:]
 
 
 @pytest.mark.skipif(not DECODERS.exists(), reason="`make fuzz` builds it, with clang")
