@@ -9,22 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from interrupted import tiny_model
+from watching import children, killing, noting
 
 from fewbits import calibration, embedded, executors, kept, model, outcomes, pipeline, sensitivity
-from fewbits.calibration import importance_matrix, sharding
-from fewbits.calibration.storing import Statistics
 from fewbits.errors import InputError, MissingError
 from fewbits.executors import Answer, Unit, stores, units
 from fewbits.executors.crew import TRIES
@@ -73,16 +69,7 @@ def _one_version() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=2048,
-        max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, initializer_range=0.2,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(embedded.MODEL / name, folder / name)
-    return folder
+    return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -363,51 +350,6 @@ class TestRefused:
         assert code == 2 and "there are 4 samples" in said and not list(tmp_path.iterdir())
 
 
-class TestShards:
-    def test_every_sample_is_in_one_part(self) -> None:
-        drawn = calibration.draw(model.open(embedded.MODEL), (), 11, 16, 0)
-        for count in (1, 2, 5):
-            found = sharding.parts(drawn, count)
-            assert tuple(ids for part in found for ids in part.ids) == drawn.ids and len(found) == count
-            assert len({part.digest for part in found}) == count and min(len(part.ids) for part in found) >= 2
-            assert [sharding.samples_of(json.loads(json.dumps(asdict(part)))) for part in found] == found
-
-    def test_they_add_up_to_the_statistics_of_all_samples(self, tiny: Path, tmp_path: Path) -> None:
-        """The slow twin is one pass over everything: the same tokens, summed in another order. Gradients are left out: their labels are
-        drawn anew in each shard."""
-        options: dict[str, Any] = {"samples": 8, "length": 32, "gradients": False}
-        one = calibration.calibrate(tiny, tmp_path / "one", **options).statistics
-        two = calibration.calibrate(tiny, tmp_path / "two", shards=2, **options).statistics
-        assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}, "the shards themselves are gone"
-        for weight in model.open(tiny).weights:
-            a, b = one.of(weight.name).input, two.of(weight.name).input
-            if a is None or b is None:
-                assert a is b
-                continue
-            assert torch.equal(a.count, b.count) and torch.equal(a.low, b.low) and torch.equal(a.high, b.high)
-            # n terms added in another order: each sum is off by at most n eps times the sum of magnitudes, here of squares
-            tokens, scale = int(a.count.sum()), a.square.sum(0).max()
-            assert (a.square - b.square).abs().max() <= 2 * tokens * torch.finfo(torch.float32).eps * scale
-
-    def test_a_shard_that_was_finished_is_not_run_again(self, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        real, runs = calibration.collect, []
-
-        def collect(*args: Any, **named: Any) -> Statistics:
-            runs.append(len(args[1].ids))
-            if len(runs) == 2:
-                raise KeyboardInterrupt
-            return real(*args, **named)
-
-        monkeypatch.setattr(calibration, "collect", collect)
-        for _ in range(2):
-            with pytest.raises(KeyboardInterrupt) if not runs else nullcontext():
-                calibration.calibrate(tiny, tmp_path / "stats", samples=7, length=32, shards=3)
-        assert runs == [2, 2, 2, 3]
-        monkeypatch.undo()
-        again = calibration.calibrate(tiny, tmp_path / "again", samples=7, length=32, shards=3).statistics
-        assert again.digest == Statistics(tmp_path / "stats").digest
-
-
 def test_what_only_carries_units_is_no_part_of_a_result() -> None:
     carried = [kept._only_shows(Path("executors") / name) for name in ("__init__.py", "crew.py", "local.py", "ray.py", "stores.py")]
     assert all(carried) and not kept._only_shows(Path("executors/units.py"))
@@ -418,13 +360,6 @@ def test_a_row_takes_one_processor_and_a_weight_its_threads() -> None:
     assert some.cores == 1 and replace(some, step="weight").cores == 4 and some.name == "row w"
 
 
-def test_the_importance_matrix_is_written_as_before(tiny: Path, tmp_path: Path) -> None:
-    found = calibration.calibrate(tiny, tmp_path / "stats", samples=4, length=32, shards=2, imatrix=tmp_path / "imatrix.gguf")
-    runs = found.statistics.about["runs"]
-    assert len(runs) == 2 and sum(run["samples"] for run in runs) == 4
-    assert importance_matrix.ImportanceMatrix(tmp_path / "imatrix.gguf", model.open(tiny))
-
-
 def _flip(path: Path) -> None:
     """One bit of a byte in the middle."""
     content = bytearray(path.read_bytes())
@@ -432,47 +367,8 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def noting(notes: list[str]) -> Callable[[Iterable[Any], int, str], Iterator[Any]]:
-    def progress(items: Iterable[Any], _: int, what: str) -> Iterator[Any]:
-        notes.append(what)
-        yield from items
-
-    return progress
-
-
-def children(process: int) -> dict[int, str]:
-    """Its child processes, each with the beginning of its command line."""
-    found: dict[int, str] = {}
-    for tasks in Path(f"/proc/{process}/task").glob("*/children"):
-        for child in tasks.read_text().split():
-            with suppress(OSError):  # it ended
-                found[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
-
-
 def _a_worker() -> bool:
     """One of this process's workers is killed."""
     workers = [pid for pid, line in children(os.getpid()).items() if "fewbits.executors.worker" in line]
     os.kill(workers[0], signal.SIGKILL)
     return True
-
-
-@contextmanager
-def killing(folder: Path, pattern: str, after: int, kill: Callable[[], bool]) -> Iterator[list[int]]:
-    """As soon as so many results are there; `kill` says whether it found something to kill."""
-    killed: list[int] = []
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.is_set() and not killed:
-            if len(there := list(folder.glob(pattern))) >= after and kill():
-                killed.append(len(there))
-            time.sleep(0.005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield killed
-    finally:
-        over.set()
-        watcher.join()

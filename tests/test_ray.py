@@ -21,7 +21,7 @@ pytest.importorskip("ray", reason="pip install 'fewbits[ray]'")
 
 import ray
 from ray.cluster_utils import Cluster
-from test_executors import children, killing, noting
+from watching import children, killing, noting
 
 OPTIONS: dict[str, Any] = {
     "size": "5bpw",
