@@ -26,6 +26,7 @@ _COLUMNS = (
     "per billion",
 )
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 370, 300, 56, 40, 250  # of one of the two panels
+_APART = 26.0  # labels of the axis, at least: they are some 18 wide
 
 
 def table(result: Scaling) -> None:
@@ -88,9 +89,12 @@ def _panel(
         at = y(tick * step)
         lines.append(f'<line x1="{x(0):.1f}" x2="{x(most):.1f}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
         lines.append(f'<text x="{x(0) - 6:.1f}" y="{at + 4:.1f}" text-anchor="end" fill="#666">{tick * step:g}</text>')
-    for point in points:
-        billions = point.weights / 1e9
-        lines.append(f'<text x="{x(billions):.1f}" y="{_BOTTOM + 18}" text-anchor="middle" fill="#666">{billions:.1f}</text>')
+    labelled = -_APART  # where the last one is
+    for billions in sorted(point.weights / 1e9 for point in points):
+        if x(billions) - labelled < _APART:
+            continue
+        labelled = x(billions)
+        lines.append(f'<text x="{labelled:.1f}" y="{_BOTTOM + 18}" text-anchor="middle" fill="#666">{billions:.1f}</text>')
     lines.append(f'<text x="{x(most / 2):.1f}" y="{_BOTTOM + 38}" text-anchor="middle" fill="#444">billion weights</text>')
     for number, (name, value, colour) in enumerate(series):
         path = " ".join(f"{x(point.weights / 1e9):.1f},{y(value(point)):.1f}" for point in points)
