@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fewbits import embedded, kernels, machines, manifest, pipeline
+from fewbits import embedded, inspection, kernels, machines, manifest, pipeline
 from fewbits.artifact import Artifact
 from fewbits.machines import Machine
 
@@ -123,6 +123,8 @@ def test_an_artifact_names_the_machine_where_its_bytes_depend_on_it_and_only_the
     assert rounded.provenance.calibration is None and rounded.provenance.machine is None
     assert machines.here().torch == torch.__version__ and machines.here().threads == 1
     assert machines.here().instructions == torch.backends.cpu.get_cpu_capability()
+    about = inspection.inspect(fitted.path, values=False).metadata
+    assert (about["machine.threads"], about["machine.torch"]) == (1, torch.__version__)
 
 
 def test_the_results_say_who_gets_the_same_bytes(first: Path) -> None:

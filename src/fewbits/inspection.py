@@ -131,7 +131,9 @@ def _artifact(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
         tensor = artifact.tensor(name)
         info = TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
         found.append((info, partial(artifact.tensor, name)))
-    return "fewbits artifact", {**artifact.provenance.__dict__, "target": artifact.plan.target}, found
+    said = asdict(artifact.provenance) | {"target": artifact.plan.target}
+    machine = said.pop("machine") or {}
+    return "fewbits artifact", said | {f"machine.{key}": value for key, value in machine.items()}, found
 
 
 def _folder(path: Path) -> tuple[str, dict[str, Any], list[Found]]:
