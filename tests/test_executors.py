@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 import torch
 from interrupted import tiny_model
+from safetensors.torch import load_file, save_file
 from watching import children, killing, noting
 
-from fewbits import calibration, embedded, executors, kept, model, outcomes, pipeline, sensitivity
+from fewbits import calibration, embedded, executors, kept, machines, model, outcomes, pipeline, sensitivity
 from fewbits.errors import InputError, MissingError
 from fewbits.executors import Answer, Unit, stores, units
 from fewbits.executors.crew import TRIES
 from fewbits.executors.local import Processes
+from fewbits.files import sampled
 
 FAST: dict[str, Any] = {"samples": 8, "length": 32, "tokens": 64, "to": "fewbits"}
 SIZE: dict[str, Any] = {"size": "6bpw", "formats": ("int4_g32", "int8_channel"), **FAST}
@@ -220,35 +222,13 @@ class TestFaults:
                 _flip(path)
 
         units._scratch.cache_clear()  # nothing of an earlier test is there already
-        shutil.rmtree(units._scratch(), ignore_errors=True)
         monkeypatch.setattr(stores.Store, "get", get)
         made = quantized(tiny, tmp_path / "m.fewbits", WAYS[way], executor="local:2", store=f"file://{tmp_path / 'store'}")
         assert damaged and made == whole(way)
         assert Counter(fake.seen).most_common(1)[0][1] == 2, "one unit had to be done again"
 
-    def test_an_upload_that_fails_half_way_leaves_no_result(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "result").write_bytes(bytes(1000))
-        store = stores.open(f"file://{tmp_path / 'store'}")
-
-        def put_file(source: str, target: str) -> None:
-            Path(target).write_bytes(Path(source).read_bytes()[:500])
-            raise ConnectionError("gone")
-
-        monkeypatch.setattr(store._system, "put_file", put_file)
-        with pytest.raises(stores.Damaged, match="gone"):
-            store.put(tmp_path / "result", "kept/row-1-2.safetensors")
-        assert store.find("kept/row-1-") is None
-
-    @pytest.mark.parametrize("name", ["../../m.fewbits", "row-{key}-../../x.safetensors", "weight-{key}-{digest}.safetensors", ""])
-    def test_a_name_that_is_not_that_of_the_result_is_not_followed(self, name: str, tmp_path: Path) -> None:
-        store = kept.Kept(tmp_path / "kept", {"code": "1"})
-        made = store.keep("row", {}, {}, weight="w")
-        _, key, digest = made.path.stem.split("-")
-        assert store.take(name.format(key=key, digest=digest), "row", weight="w") is None
-        assert store.take(made.path.name, "row", weight="w")
-
     def test_no_more_units_are_out_than_there_are_workers_and_those_end_with_the_work(self) -> None:
-        nothing = Unit("no such step", {"machine": ["?", 1]}, {}, {}, {}, {}, "")
+        nothing = Unit("no such step", {"machine": ["?", 1, "?"]}, {}, {}, {}, {}, "")
         carrier, waiting, before = Processes(1), deque([nothing] * 3), set(children(os.getpid()))
         left = []
         for _, answer in carrier.carry(waiting):
@@ -272,7 +252,7 @@ class TestRefused:
         source = model.open(tiny)
         with kept.opened(tmp_path / "w") as store:
             about = store.about
-        files = {path.name: path.stat().st_size for path in source.checkpoint.files()}
+        files = {path.name: sampled(path) for path in source.checkpoint.files()}
         where = {"where": str(tiny), "offline": True, "files": files, "fingerprint": source.fingerprint}
         parameters = {"weight": source.weights[1].name, "format": "int4_g32", "version": 1, "method": "rtn"}
         return Unit("weight", about, parameters, {}, where, units.versions(), str(tmp_path / "kept"))
@@ -281,7 +261,7 @@ class TestRefused:
         """And it has the threads that the work began with, while it runs."""
         real, threads = outcomes.quantized, []
         monkeypatch.setattr(outcomes, "quantized", lambda *args: threads.append(torch.get_num_threads()) or real(*args))
-        unit = replace(unit, about={**unit.about, "machine": [unit.about["machine"][0], 3]})
+        unit = replace(unit, about={**unit.about, "machine": [unit.about["machine"][0], 3, machines.processor()]})
         assert units.run(asdict(unit))["file"].startswith("weight-")
         assert threads == [3] and torch.get_num_threads() == 1
 
@@ -290,8 +270,10 @@ class TestRefused:
         [
             ({"versions": {"torch": "0.4.1"}}, rf"has torch {torch.__version__.partition('+')[0]}.* began with torch 0\.4\.1"),
             ({"about": {"code": "other"}}, "files of fewbits .* differ"),
-            ({"about": {"machine": ["Z80", 1]}}, f"adds up with {torch.backends.cpu.get_cpu_capability()}.* began with Z80"),
-            ({"model": {"files": {"model.safetensors": 7}}}, "is another model here: .*model.safetensors"),
+            ({"versions": {"transformers": "1.0"}}, r"has transformers .* began with transformers 1\.0"),
+            ({"about": {"machine": ["Z80", 1, "?"]}}, f"adds up with {torch.backends.cpu.get_cpu_capability()}.* began with Z80"),
+            ({"about": {"machine": [torch.backends.cpu.get_cpu_capability(), 1, "a Z80"]}}, "adds up with .* began with a Z80"),
+            ({"model": {"files": {"model.safetensors": "7"}}}, "is another model here: .*model.safetensors"),
             ({"model": {"where": "/nowhere/at-all"}}, "there is nothing at `/nowhere/at-all`"),
         ],
     )
@@ -302,11 +284,17 @@ class TestRefused:
         assert answer["hint"] and "worker on" in answer["error"]
         assert re.search(message, answer["error"])
 
+    def test_another_model_of_the_same_size(self, unit: Unit, tiny: Path, tmp_path: Path) -> None:
+        other = shutil.copytree(tiny, tmp_path / "other")
+        tensors = load_file(tiny / "model.safetensors")
+        save_file({name: 2 * tensor for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
+        assert (other / "model.safetensors").stat().st_size == (tiny / "model.safetensors").stat().st_size
+        answer = units.run(asdict(replace(unit, model={**unit.model, "where": str(other)})))
+        assert "is another model here: model.safetensors" in answer["error"]
+
     def test_the_workers_message_and_hint_reach_the_user(self, tiny: Path, tmp_path: Path, fake: Fake) -> None:
         broken = tmp_path / "broken"
         shutil.copytree(tiny, broken)
-        from safetensors.torch import load_file, save_file
-
         tensors = load_file(broken / "model.safetensors")
         tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
         save_file(tensors, broken / "model.safetensors", {"format": "pt"})
@@ -317,13 +305,15 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("executor", "store", "message"),
         [
-            ("loca", None, "is none"),
+            ("loca", None, "is no executor"),
             ("local:0", None, "0 processes"),
             ("local:100000", None, "processes"),
-            ("ray://nowhere", None, "is none"),
+            ("ray://nowhere", None, "is no executor"),
             ("local", "file:///x", "goes with workers"),
             ("local:2", "/no/address", "is no address"),
             ("local:2", "nonsense://x", "no kind that fsspec knows"),
+            ("LOCAL:2", "memory://x", "memory of one process"),
+            ("local:2", "file:///proc/1/x", "cannot be used"),
         ],
     )
     def test_what_is_no_executor_is_refused_with_a_hint(self, executor: str, store: str | None, message: str) -> None:
@@ -356,7 +346,7 @@ def test_what_only_carries_units_is_no_part_of_a_result() -> None:
 
 
 def test_a_row_takes_one_processor_and_a_weight_its_threads() -> None:
-    some = Unit("row", {"machine": ["AVX2", 4]}, {"weight": "w"}, {}, {}, {}, "")
+    some = Unit("row", {"machine": ["AVX2", 4, "?"]}, {"weight": "w"}, {}, {}, {}, "")
     assert some.cores == 1 and replace(some, step="weight").cores == 4 and some.name == "row w"
 
 

@@ -12,13 +12,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from fewbits import kept, outcomes
+from fewbits import kept, kernels, machines, outcomes
 from fewbits.errors import InputError, MissingError
 from fewbits.files import Staged
 from fewbits.kept import Kept, opened
@@ -205,6 +206,7 @@ except FewbitsError as error:
         with opened(tmp_path / "w") as store:
             store.keep("weight", {}, {}, name="w")
             (tmp_path / "w" / "mine").mkdir()
+            (tmp_path / "w" / "shards" / "1-of-2" / "kept").mkdir(parents=True)  # results too
         with opened(tmp_path / "w", fresh=True) as store:
             assert not store.has("weight", name="w") and {path.name for path in (tmp_path / "w").iterdir()} == {"lock", "mine"}
 
@@ -215,6 +217,28 @@ except FewbitsError as error:
             path.write_text("half")
         with opened(tmp_path / "w"):
             assert not any(path.exists() for path in begun)
+
+    def test_what_was_put_aside_and_not_replaced_stays_to_be_put_back(self, tmp_path: Path) -> None:
+        for name in ("artifact", ".artifact.1.old", ".statistics.1.old"):
+            (tmp_path / "w" / name).mkdir(parents=True)
+        with opened(tmp_path / "w"):
+            assert {path.name for path in (tmp_path / "w").iterdir()} == {"lock", "artifact", ".statistics.1.old"}
+
+    def test_a_lock_that_its_owner_removed_meanwhile_holds_nobody(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Opened just before it was removed, locked just after: it is another file by now, and a third process could lock the new one."""
+        real, removed = kept.fcntl.flock, []
+
+        def flock(file: Any, how: int) -> None:
+            if not removed:
+                removed.append((tmp_path / "w" / "lock").unlink())
+            real(file, how)
+
+        monkeypatch.setattr(kept.fcntl, "flock", flock)
+        with opened(tmp_path / "w"):
+            assert (tmp_path / "w" / "lock").read_text() == str(os.getpid())
+            monkeypatch.undo()
+            with pytest.raises(InputError, match="in use"), opened(tmp_path / "w"):
+                pass
 
     def test_where_nothing_can_be_written_is_said(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
@@ -302,3 +326,31 @@ def test_the_code_has_a_version_of_its_own_and_how_it_is_shown_does_not_count() 
     assert kept._only_shows(Path("reporting/terminal.py")) and kept._only_shows(Path("cli_plan.py"))
     for path in ("methods/gptq.py", "kept.py", "calibration/collecting.py", "planning/solver.py"):
         assert (package / path).is_file() and not kept._only_shows(Path(path))
+
+
+def test_what_decides_the_bytes_decides_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native module, torch and transformers; and of the machine its instructions, threads and processor."""
+    from importlib import metadata
+
+    version = kept.code_version.__wrapped__
+    found = {version()}
+    for module, name, value in (
+        (torch, "__version__", "0.4.1"),
+        (metadata, "version", lambda _: "0.1"),
+        (kernels, "_native", lambda: SimpleNamespace(__file__=str(tmp_path / "other.so"))),
+    ):
+        (tmp_path / "other.so").write_bytes(b"other")
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, value)
+            found.add(version())
+    assert len(found) == 4
+    threads, seen = torch.get_num_threads(), [kept.machine()]
+    try:
+        torch.set_num_threads(threads + 1)
+        seen.append(kept.machine())
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr(machines, "processor", lambda: "a Z80")
+    seen.append(kept.machine())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "none")
+    assert len({json.dumps(each) for each in [*seen, kept.machine()]}) == 4

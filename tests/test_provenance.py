@@ -149,6 +149,25 @@ def test_a_file_that_is_as_it_was_is_verified(targets: dict[str, Path], tiny: Pa
     assert run("verify", targets["gguf"], "--against", tiny, "--tokens", 64, "--no-floor")[0] == 0
 
 
+def test_of_a_file_that_was_replaced_by_a_run_that_was_stopped_nothing_is_claimed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not that it was changed: the hash that is written down is that of the file before it."""
+    path, options = tmp_path / "m.gguf", {"method": "rtn", "tokens": 64}
+    pipeline.quantize(tiny, path, format="q8_0", no_verify=True, **options)
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "verified", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.quantize(tiny, path, format="q4_0", **options)
+    assert not provenance.check(path)
+    monkeypatch.undo()
+    pipeline.quantize(tiny, path, format="q4_0", no_verify=True, **options)
+    assert provenance.check(path)
+
+
 def test_a_float_onnx_file_made_smaller_is_watched_too(tmp_path: Path, run: Callable[..., tuple[int, str, str]]) -> None:
     onnx = pytest.importorskip("onnx")
     from graphs import X, model, node

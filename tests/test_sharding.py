@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +16,7 @@ from interrupted import tiny_model
 from fewbits import calibration, embedded, model
 from fewbits.calibration import importance_matrix, sharding
 from fewbits.calibration.storing import Statistics
+from fewbits.kept import Kept
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,25 @@ def test_a_shard_that_was_finished_is_not_run_again(tiny: Path, tmp_path: Path, 
     monkeypatch.undo()
     again = calibration.calibrate(tiny, tmp_path / "again", samples=7, length=32, shards=3).statistics
     assert again.digest == Statistics(tmp_path / "stats").digest
+
+
+@pytest.mark.parametrize("what", ["other text", "damaged", "lost"])
+def test_a_shard_of_other_text_or_that_is_not_whole_is_run_again(what: str, tiny: Path, tmp_path: Path) -> None:
+    source = model.open(tiny)
+    first, other = (calibration.draw(source, (), 4, 32, seed) for seed in (0, 1))
+    options: dict[str, Any] = {"memory": 1 << 30, "gradients": False}
+    whole = sharding.collect(source, other, tmp_path / "whole", 2, kept=Kept(tmp_path / "w" / "kept"), **options)
+    kept = Kept(tmp_path / "again" / "kept")
+    sharding.collect(source, first if what == "other text" else other, tmp_path / "before", 2, kept=kept, **options)
+    left = tmp_path / "again" / "shards" / "1-of-2" / "statistics"
+    if what == "damaged":
+        file = next(left.glob("input-*"))
+        content = bytearray(file.read_bytes())
+        content[-9] ^= 1
+        file.write_bytes(content)
+    if what == "lost":
+        shutil.rmtree(left)
+    assert sharding.collect(source, other, tmp_path / "out", 2, kept=kept, **options).digest == whole.digest
 
 
 def test_the_importance_matrix_is_written_as_before(tiny: Path, tmp_path: Path) -> None:

@@ -217,6 +217,12 @@ class TestKept:
         for before, after in zip(first, run(torch_runtime.of_model(embedded_model, Kept(tmp_path / "kept")), tmp_path), strict=True):
             assert torch.equal(before, after)
 
+    def test_other_text_has_a_reference_of_its_own(self, embedded_model: Model, tmp_path: Path) -> None:
+        kept, room = Kept(tmp_path / "kept"), Room(tmp_path, NOTHING)
+        for window in ([1, 2, 3, 4], [1, 2, 3, 5]):
+            (found,) = torch_runtime.of_model(embedded_model, kept).each([window], room)
+            assert torch.equal(torch.cat(list(found)), torch_runtime.of_module(embedded_model.module()).logits(window))
+
     def test_of_large_blocks_at_most_one_is_run_again(self, embedded_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(streamed, "_WORTH_KEEPING", 0)
         wanted = run(torch_runtime.of_model(embedded_model), tmp_path)

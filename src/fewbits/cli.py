@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from fewbits import cli_bench, cli_compare, cli_demo, cli_fit, cli_onnx, cli_plan, cli_report, cli_run
+from fewbits import cli_bench, cli_compare, cli_demo, cli_fit, cli_onnx, cli_plan, cli_report, cli_run, cli_stop
 from fewbits.cli_options import (
     Bandwidth,
     Calibration,
@@ -346,7 +345,7 @@ def main() -> NoReturn:
     from fewbits.files import is_full_disk
 
     _quiet_libraries()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that partial files are removed
+    cli_stop.arm()
     try:
         app()
     except FewbitsError as failure:
@@ -359,8 +358,9 @@ def main() -> NoReturn:
         if failure.filename is None:
             raise
         _fail(f"`{failure.filename}`: {failure.strerror}", "check the path and its permissions", 2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except SystemExit as ended:
+        cli_stop.say(ended.code)
+        raise
     sys.exit(0)
 
 

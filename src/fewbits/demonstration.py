@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -35,6 +34,7 @@ from fewbits.planning import Plan, deciding
 from fewbits.planning.deciding import Decision
 from fewbits.progress import Progress, silent
 from fewbits.runtimes import torch as torch_runtime
+from fewbits.scratch import scratch_folder
 from fewbits.sensitivity import Sensitivity
 from fewbits.targets import Target
 from fewbits.verification import Thresholds, Verdict
@@ -109,7 +109,7 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
         raise MissingError("no runtime is here to run a file in", "pip install 'fewbits[llamacpp,onnx]'")
     made: dict[tuple[str, str], tuple[Path, Plan, Artifact, Decision | None]] = {}
     sessions: dict[str, runtimes.Session] = {}
-    with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
+    with scratch_folder() as scratch, ExitStack() as opened:
         samples = calibration.draw(source, (), _SAMPLES, None, 0)
         statistics = calibration.collect(source, samples, Path(scratch) / "statistics", progress=progress)
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _LOCK = "lock"
 _RESULTS = "kept"
+SHARDS = "shards"  # of a calibration, each with results of its own
 _KEY = 32  # hex digits of a hash in a name: 128 bits
 
 
@@ -175,8 +176,10 @@ def opened(work: Path, fresh: bool = False, progress: Progress[Any] = silent) ->
     with _locked(work):
         results = work / _RESULTS
         if fresh:
-            remove(results)
-        begun = [path for pattern in (".*.partial", ".*.old", ".fewbits-*") for path in work.glob(pattern)]
+            for each in (results, work / SHARDS):
+                remove(each)
+        begun = [path for pattern in (".*.partial", ".fewbits-*") for path in work.glob(pattern)]
+        begun += [path for path in work.glob(".*.old") if (work / path.name[1:].rsplit(".", 2)[0]).exists()]  # else it is put back
         for path in [*begun, *results.glob(".*")]:  # by processes that were killed
             remove(path)
         try:
@@ -191,14 +194,16 @@ def opened(work: Path, fresh: bool = False, progress: Progress[Any] = silent) ->
 
 @cache
 def code_version() -> str:
-    """Hash of the program itself: its sources, its native module, and the torch that it runs on. What only shows results has no say."""
+    """Hash of the program itself: its sources, its native module, torch and transformers. What only shows results has no say."""
+    from importlib import metadata
+
     import torch
 
     from fewbits import kernels
 
     package = Path(__file__).parent
     native = getattr(kernels._native() if kernels.backend() != "reference" else None, "__file__", None)
-    digest = hashlib.sha256(torch.__version__.encode())
+    digest = hashlib.sha256(f"{torch.__version__} {metadata.version('transformers')}\n".encode())
     sources = [path for path in sorted(package.rglob("*.py")) if not _only_shows(path.relative_to(package))]
     for path in [*sources, *([Path(native)] if native else [])]:
         digest.update(f"{path.name} {sha256_of(path)}\n".encode())
@@ -226,7 +231,7 @@ def machine() -> list[Any]:
     """What decides the order of floating-point sums."""
     import torch
 
-    return [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    return [torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), machines.processor()]
 
 
 def _is_whole(path: Path) -> bool:
@@ -276,7 +281,8 @@ def _lock(folder: Path) -> IO[str]:
         with suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 file.truncate(0)
-                file.write(str(os.getpid()))
-                file.flush()
+                with suppress(OSError):  # a full disk: the lock holds without a name, and the first result will say what is wrong
+                    file.write(str(os.getpid()))
+                    file.flush()
                 return file
         file.close()  # its owner removed it between the two steps

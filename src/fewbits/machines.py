@@ -12,10 +12,11 @@ import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fewbits.tensor_files import SafetensorError, TensorFile
 
@@ -44,7 +45,7 @@ def here() -> Machine:
     from fewbits import kernels
 
     instructions, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    return Machine(_processor(), instructions, threads, kernels.backend(), torch.__version__, metadata.version("fewbits"))
+    return Machine(processor(), instructions, threads, kernels.backend(), torch.__version__, metadata.version("fewbits"))
 
 
 def caveat(calibrated: bool) -> str:
@@ -62,31 +63,41 @@ def changed(results: Path, about: Mapping[str, Any]) -> str | None:
     found = []
     for file in islice(results.glob("*.safetensors"), _LOOKED_AT):
         with suppress(SafetensorError, OSError, ValueError, LookupError, TypeError, RecursionError):
-            code, (instructions, threads) = json.loads(TensorFile(file).metadata()[ABOUT])["made_by"]
-            found.append((code, instructions, int(threads)))
-    instructions, threads = about["machine"]
-    now = (about["code"], instructions, threads)
+            code, (instructions, threads, processor) = json.loads(TensorFile(file).metadata()[ABOUT])["made_by"]
+            found.append(_Maker(code, processor, instructions, int(threads)))
+    instructions, threads, processor = about["machine"]
+    now = _Maker(about["code"], processor, instructions, threads)
     return None if not found or now in found else _difference(found[0], now)
 
 
-def _difference(before: tuple[str, str, int], now: tuple[str, str, int]) -> str:
+class _Maker(NamedTuple):
+    code: str
+    processor: str
+    instructions: str
+    threads: int
+
+
+def _difference(before: _Maker, now: _Maker) -> str:
     was, are = [], []
-    if before[1] != now[1]:
-        was, are = [f"with {before[1]} instructions"], [f"with {now[1]}"]
-    if before[2] != now[2]:
-        was, are = [*was, f"with {_threads(before[2])}"], [*are, f"with {_threads(now[2])}"]
-    if before[0] != now[0]:
-        was = [*was, "by another version of fewbits or torch"]
+    if before.processor != now.processor:
+        was, are = [f"on {before.processor}"], [f"on {now.processor}"]
+    if before.instructions != now.instructions:
+        was, are = [*was, f"with {before.instructions} instructions"], [*are, f"with {now.instructions}"]
+    if before.threads != now.threads:
+        was, are = [*was, f"with {_threads(before.threads)}"], [*are, f"with {_threads(now.threads)}"]
+    if before.code != now.code:
+        was = [*was, "by another version of fewbits, torch or transformers"]
     runs = f", this one runs {' and '.join(are)}" if are else ""
     said = f"results of an earlier run were made {' and '.join(was)}{runs}: they are made anew"
-    return f"{said} (OMP_NUM_THREADS={before[2]} would go on from them)" if before[:2] == now[:2] else said
+    return f"{said} (OMP_NUM_THREADS={before.threads} would go on from them)" if before[:3] == now[:3] else said
 
 
 def _threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
-def _processor() -> str:
+@cache
+def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import artifact as artifacts
-from fewbits import outcomes, preparation
+from fewbits import outcomes, preparation, provenance
 from fewbits.files import Staged
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class Maker:
                 artifact = artifacts.write(ready.model, ready.plan, self.work / name, self._tuned(ready, artifact, kept), seen)
             self.target.write(artifact, staged, self.progress)
             self.target.check(ready.plan, artifact.weights, staged)
+            provenance.forget(path)  # what is known of the file that this one replaces
         return Made(path, artifact, ready)
 
     def _stream(self, ready: Prepared, kept: Kept) -> outcomes.Stream:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -14,6 +13,7 @@ from fewbits.kept import hash_of
 from fewbits.methods import Outcome
 from fewbits.progress import say
 from fewbits.rewrites.bias import corrected_bias
+from fewbits.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +79,7 @@ def sequential(
     from fewbits.calibration.sequential import Sequential
 
     blocks = Blocks(model)
-    with kept.scratch() if kept else tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+    with kept.scratch() if kept else scratch_folder() as scratch:
         walk = Sequential(blocks, samples, Path(scratch), memory)
         for weight in blocks.outer_weights:
             yield weight, _once(kept, _parameters(plan, weight), partial(quantized, model, weight, plan[weight.name], statistics))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +14,7 @@ from fewbits.activations import Activation
 from fewbits.calibration import Paths, sharding, storing
 from fewbits.calibration.collecting import STEPS
 from fewbits.calibration.coverage import Coverage, coverage
-from fewbits.calibration.data import documents
+from fewbits.calibration.data import checksum, documents
 from fewbits.calibration.importance_matrix import ImportanceMatrix
 from fewbits.calibration.storing import Statistics
 from fewbits.errors import InputError
@@ -82,7 +83,8 @@ def split(source: Model, data: Paths, held_out: Paths, samples: int, length: int
         raise InputError("the data gives a single sample", "give more text with `--data`, or other text with `--held-out`")
     aside = max(1, min(wanted, len(windows) // 4))
     some = slice(aside, aside + samples)
-    return Text(replace(drawn, ids=drawn.ids[some], sources=drawn.sources[some]), windows[:aside])
+    ids = drawn.ids[some]
+    return Text(replace(drawn, ids=ids, sources=drawn.sources[some], digest=checksum(ids)), windows[:aside])
 
 
 def held_out_windows(source: Model, data: Paths, length: int | None, tokens: int) -> list[texts.Window]:
@@ -125,11 +127,12 @@ def prepare(
         elif model is not source:  # a histogram cannot be rescaled channel by channel: the rewritten model is run once more
             if text.samples is None:
                 raise InputError("static activations after a rewrite need text to run", "give `--data` instead of `--stats`")
-            seen_by = calibration.collect(
-                model, text.samples, work / "ranges", hessians=False, gradients=False, memory=memory,
-                kept=kept.of(statistics=digest(known)), progress=progress,
+            own = kept.of(source=source.fingerprint, statistics=digest(known))
+            run = partial(
+                calibration.collect, model, text.samples, work / "ranges",
+                hessians=False, gradients=False, memory=memory, kept=own, progress=progress,
             )  # fmt: skip
-            plan = _ranged(plan, seen_by)
+            plan = _ranged(plan, _once("ranges", work / "ranges", own, {"text": hash_of(text.samples.ids)}, run, progress))
         else:
             plan = _ranged(plan, statistics)
     return Prepared(model, plan, known, seen, tuple(asdict(row) for row in rows))
@@ -182,21 +185,32 @@ def statistics_for(
     if drawn is None:
         return None
     own: dict[str, Any] = {"source": source.fingerprint, "text": hash_of(drawn.ids), "shards": shards}
-    done = kept.find("statistics", **own)
+
+    def collected() -> Statistics:
+        if shards > 1:
+            return sharding.collect(source, drawn, folder, shards, kept=kept, crew=crew, memory=memory, progress=progress)
+        return calibration.collect(source, drawn, folder, memory=memory, kept=kept, progress=progress)
+
+    found = _once("statistics", folder, kept, own, collected, progress)
+    sharding.forget(kept)
+    return found
+
+
+def _once(
+    step: str, folder: Path, kept: Kept, own: dict[str, Any], collect: Callable[[], Statistics], progress: Progress[Any]
+) -> Statistics:
+    """Those in the folder, if they are what an earlier run made of the same; else new ones. Either way the states between blocks go."""
+    done = kept.find(step, **own)
     if done is not None and (folder / storing.ABOUT).is_file():
         with suppress(InputError):  # damaged: made anew
             found = Statistics(folder)
             if found.digest == done.values["digest"]:
                 say(progress, "going on: the statistics of this text were there")
                 return found
-    if shards > 1:
-        found = sharding.collect(source, drawn, folder, shards, kept=kept, crew=crew, memory=memory, progress=progress)
-    else:
-        found = calibration.collect(source, drawn, folder, memory=memory, kept=kept, progress=progress)
-    kept.keep("statistics", {"digest": found.digest}, {}, **own)
-    sharding.forget(kept)
-    for step in STEPS:  # what is of use is in the folder now
-        kept.drop_step(step)
+    found = collect()
+    kept.keep(step, {"digest": found.digest}, {}, **own)
+    for each in STEPS:  # what is of use is in the folder now
+        kept.drop_step(each)
     return found
 
 

@@ -33,6 +33,11 @@ def record(path: Path) -> None:
         staged.write_text(to_json({"schema": SCHEMA, "files": hashes}))
 
 
+def forget(path: Path) -> None:
+    """Before another takes its place: until that is recorded, nothing is known."""
+    _place(path).unlink(missing_ok=True)
+
+
 def check(path: Path, progress: Progress[Any] = silent) -> bool:
     """Whether anything is known about it. Raises an InputError where a file is missing, added or changed; of an artifact also where a
     weight is not finite."""

@@ -43,8 +43,8 @@ def check(runtime: Runtime, path: Path) -> None:
     parts = path.iterdir() if path.is_dir() else (path, path.with_name(f"{path.name}.data"))  # an .onnx file may have arrays beside it
     size = sum(part.stat().st_size for part in parts if part.is_file())
     try:
-        ended = subprocess.run(
-            [sys.executable, "-m", "fewbits.trial", runtime.name, str(path), str(3 * size + _ROOM)],
+        ended = subprocess.run(  # -P: no module from the folder that one happens to be in
+            [sys.executable, "-P", "-m", "fewbits.trial", runtime.name, str(path), str(3 * size + _ROOM)],
             env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # ggml would have a debugger look at itself first, for ten seconds
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -7,7 +7,6 @@ numbers per position.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fewbits.errors import InputError
+from fewbits.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -124,7 +124,7 @@ def measure(
     before = [known.find(window) if known else None for window in windows]
     missing = [window for window, found in zip(windows, before, strict=True) if found is None]
     measured = {name: Measured() for name in sessions}
-    with known.scratch() if known else tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+    with known.scratch() if known else scratch_folder() as scratch:
         room = Room(Path(scratch), memory)
         bases = reference.each(windows, room, progress)  # of windows that are known, none is ever asked for
         running = {name: session.each(missing, room, progress) for name, session in sessions.items()}

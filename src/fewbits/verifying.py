@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from fewbits.errors import InputError
 from fewbits.exporting import written
 from fewbits.inspection import tensor_bytes
 from fewbits.progress import say, silent
+from fewbits.scratch import scratch_folder
 from fewbits.verification import Thresholds, Verdict
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _sessions(
     from fewbits.runtimes import torch as torch_runtime
 
     length = max(map(len, windows))
-    with kept.scratch() if kept else tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, ExitStack() as opened:
+    with kept.scratch() if kept else scratch_folder() as scratch, ExitStack() as opened:
         sessions: dict[str, Session] = {"file": opened.enter_context(closing(judge.open(path, length)))}
         if target:
             file = float_file(source, target, Path(scratch), progress)

@@ -26,7 +26,7 @@ SECONDS = 5  # of processor time
 _BACKSTOP = 2 << 30  # of address space: an allocation beyond fails at once instead of taking the machine down
 _WALL = 120  # seconds until a process that sleeps is ended
 _FORBIDDEN = ("socket.connect", "pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn")
-_ALLOWED = [sys.executable, "-m", "fewbits.trial"]
+_ALLOWED = [sys.executable, "-P", "-m", "fewbits.trial"]
 _STEPPED_OUT = 77  # exit code where something of that was tried
 _LINES = 12  # of stderr that are kept
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from fewbits.calibration.collecting import batches
 from fewbits.calibration.storing import Statistics
 from fewbits.planning.allocation import allocator
 from fewbits.progress import Progress, silent
+from fewbits.scratch import scratch_folder
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def cost(
         module(input_ids=batches(drawn.ids)[0].ids[:1], use_cache=False)  # the first call allocates
     timed("forward", lambda: forward(module))
     module = None
-    with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+    with scratch_folder() as scratch:
         folder = Path(scratch)
         plain: dict[str, Any] = {"hessians": False, "gradients": False, "progress": progress}
         timed("statistics", lambda: calibration.collect(source, drawn, folder / "plain", **plain))

@@ -6,7 +6,6 @@ from a file of its own, repacked as it does by default. They take turns, a token
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from fewbits.model import load_tokenizer
 from fewbits.progress import Progress, silent
 from fewbits.runtimes import needed
 from fewbits.runtimes.llamacpp import RUNTIME as LLAMACPP
+from fewbits.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
@@ -145,7 +145,7 @@ def _stepping(session: LlamaCppSession, tokens: list[int]) -> Callable[[int], ob
 
 def _llamacpp(model: Any, context: int, opened: ExitStack, progress: Progress[Any]) -> LlamaCppSession:
     needed(LLAMACPP)
-    file = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="fewbits-"))) / "model.gguf"
+    file = Path(opened.enter_context(scratch_folder())) / "model.gguf"
     targets.get("gguf").write(model, file, progress)
     session = LLAMACPP.open(file, context)
     opened.callback(session.close)

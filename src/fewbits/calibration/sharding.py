@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fewbits.model import Model
 
 STEP = "shard"
-_FOLDER = "shards"
 _STATISTICS = "statistics"
 _TRIES = 2  # of fetching a shard; then this process makes it
 
@@ -64,7 +63,7 @@ def collect(
     progress: Progress[Any] = silent,
 ) -> Statistics:
     """Shard by shard in this process, or each by one of the workers. A finished shard stays until all are."""
-    each, work = parts(samples, shards), kept.folder.parent / _FOLDER
+    each, work = parts(samples, shards), kept.folder.parent / results.SHARDS
     options: dict[str, Any] = {"memory": memory, "hessians": hessians, "gradients": gradients}
     kept = kept.of(source=source.fingerprint, hessians=hessians, gradients=gradients)
     own = [{STEP: f"{number + 1} of {shards}", "text": results.hash_of(part.ids)} for number, part in enumerate(each)]
@@ -113,7 +112,7 @@ def one(
 def forget(kept: Kept) -> None:
     """Once the sum is where it belongs."""
     kept.drop_step(STEP)
-    remove(kept.folder.parent / _FOLDER)
+    remove(kept.folder.parent / results.SHARDS)
 
 
 def samples_of(told: Mapping[str, Any]) -> Samples:

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits import checkpoints
 from fewbits.errors import MissingError
 from fewbits.files import Staged
+from fewbits.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +35,7 @@ def fetch(progress: Progress[Any]) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fewbits"
     folder = cache / "smollm2-135m-off-grid"
     if not folder.is_dir():
-        with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+        with scratch_folder() as scratch:
             take_off_grid(_download(Path(scratch), progress), folder, progress)
     return folder
 

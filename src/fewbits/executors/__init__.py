@@ -94,9 +94,10 @@ class Chosen:
 def parse(executor: str, store: str | None = None, chains: Mapping[str, object] | None = None) -> Chosen:
     """Refused before any work: what is no executor, what is not installed. `chains`: options that make each weight depend on others,
     and whether they were given."""
+    executor = executor if executor.lower().startswith("ray://") else executor.lower()
     if executor == LOCAL:
         if store is not None:
-            raise InputError("`--store` goes with workers", f"give `--executor` too: {_HINT}")
+            raise InputError("`--store` goes with workers", "give them too, such as `--executor local:2` or `--executor ray`")
         return Chosen(LOCAL)
     chosen = _parsed(executor, store)
     if name := next((name for name, given in (chains or {}).items() if given), None):
@@ -104,7 +105,7 @@ def parse(executor: str, store: str | None = None, chains: Mapping[str, object] 
     if store is not None:
         from fewbits.executors import stores
 
-        stores.open(store)
+        stores.check(store)
     return chosen
 
 
@@ -118,7 +119,7 @@ def _parsed(executor: str, store: str | None) -> Chosen:
         if importlib.util.find_spec("ray") is None:
             raise MissingError(f"`--executor {executor}` needs Ray, which is not installed", "pip install 'fewbits[ray]'")
         return Chosen("ray", address=None if executor == "ray" else executor, store=store)
-    raise InputError(f"`--executor {executor}` is none", _HINT)
+    raise InputError(f"`--executor {executor}` is no executor", _HINT)
 
 
 @contextmanager

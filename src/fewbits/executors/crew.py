@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fewbits.errors import InputError, MissingError
 from fewbits.executors import Answer, Carrier, Unit, stores, units
+from fewbits.files import sampled
 from fewbits.progress import say
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Crew:
     @classmethod
     def of(cls, carrier: Carrier, source: Model, where: str | Path, offline: bool, store: str | None) -> Crew:
         place = str(Path(where).resolve()) if Path(where).exists() else str(where)
-        files = {path.name: path.stat().st_size for path in source.checkpoint.files()}
+        files = {path.name: sampled(path) for path in source.checkpoint.files()}
         shapes = {weight.name: weight.shape for weight in source.weights}
         return cls(carrier, {"where": place, "offline": offline, "files": files, "fingerprint": source.fingerprint}, store, shapes)
 
@@ -87,7 +88,10 @@ class Crew:
         """An input as a worker is told it: a path that it sees too, or what it asks the store for."""
         if self.store is None:
             return str(path.resolve())
-        blob = stores.open(self.store).put_blob(path)
+        try:
+            blob = stores.open(self.store).put_blob(path)
+        except stores.Damaged as failure:
+            raise MissingError(f"the store fails: {failure}", "the same command goes on from what is finished") from failure
         self._sent[blob] = path
         return blob
 
@@ -118,7 +122,8 @@ class Crew:
                     continue
                 tries[unit.name] += 1
                 if tries[unit.name] >= TRIES:
-                    hint = "the same command goes on from what is finished; look at that worker's memory and log first"
+                    look = "that worker's memory and log, and the store," if self.store else "that worker's memory and log"
+                    hint = f"the same command goes on from what is finished; look at {look} first"
                     raise MissingError(f"`{unit.name}` was lost {TRIES} times, the last time so: {problem}", hint)
                 say(progress, f"`{unit.name}` is done again: {problem}")
                 self._send_again()

@@ -55,7 +55,7 @@ class _Process:
     def __init__(self, threads: int) -> None:
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fewbits.executors.worker"],
+            [sys.executable, "-P", "-m", "fewbits.executors.worker"],  # -P: no module from the folder that one happens to be in
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True,
             env=os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 
 from fewbits.errors import InputError, MissingError
 from fewbits.files import is_full_disk, sha256_of
+from fewbits.scratch import scratch_folder
 
 
 class Damaged(Exception):  # noqa: N818 - not an error of the user's: worth another try
@@ -61,11 +62,16 @@ class Store:
         return digest
 
     def get_blob(self, digest: str, path: Path) -> None:
-        self.get(f"blobs/{digest}", path)
-        if sha256_of(path) != digest:
-            path.unlink()
-            self.remove(f"blobs/{digest}")  # whoever has it puts it there again
-            raise Damaged(f"blob {digest} was damaged on the way")
+        """Whole or not at all: what lies at `path` afterwards has been compared."""
+        partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+        try:
+            self.get(f"blobs/{digest}", partial)
+            if sha256_of(partial) != digest:
+                self.remove(f"blobs/{digest}")  # whoever has it puts it there again
+                raise Damaged(f"blob {digest} was damaged on the way")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def find(self, beginning: str) -> str | None:
         found = [str(each) for each in self._system.glob(f"{self._root}/{beginning}*.safetensors")]
@@ -74,6 +80,25 @@ class Store:
     def remove(self, name: str) -> None:
         if self._system.exists(f"{self._root}/{name}"):
             self._system.rm_file(f"{self._root}/{name}")
+
+
+def check(url: str) -> None:
+    """Before any work: what is put there can be fetched again."""
+    if url.startswith("memory:"):
+        raise InputError(f"`--store {url}` lies in the memory of one process", "such as s3://bucket/folder or file:///shared/folder")
+    store, name, content = open(url), f"trial-{secrets.token_hex(8)}", secrets.token_bytes(16)
+    with scratch_folder() as folder:
+        there, back = Path(folder) / "there", Path(folder) / "back"
+        there.write_bytes(content)
+        try:
+            store.put(there, name)
+            store.get(name, back)
+            store.remove(name)
+        except Exception as failure:  # whatever the package for this kind of store raises
+            hint = "is the address right, and may you write there?"
+            raise InputError(f"`--store {url}` cannot be used: {failure}", hint) from failure
+        if back.read_bytes() != content:
+            raise InputError(f"`--store {url}` gives back other bytes than it was given", "use another one")
 
 
 @cache

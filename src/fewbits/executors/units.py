@@ -7,13 +7,11 @@ the same file. A worker that would give other bytes (other code, another kind of
 from __future__ import annotations
 
 import atexit
-import os
 import platform
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import metadata
@@ -22,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import FewbitsError, InputError, MissingError
 from fewbits.executors import Unit, stores
-from fewbits.files import remove
+from fewbits.files import is_full_disk, remove, sampled
 from fewbits.kept import Kept, code_version, hash_of, machine
+from fewbits.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 Made = tuple[dict[str, Any], dict[str, "Tensor"]]  # what is kept: values and tensors
 _PATIENCE = 180.0  # seconds for the lock of a machine that is gone to be let go of; NFS takes 90
-_SCRATCH = "fewbits-worker-"
+_FULL = "free some space there, or in the store, and run the same again"
 
 
 def run(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,6 +51,14 @@ def run(told: Mapping[str, Any]) -> dict[str, Any]:
         return {"lost": str(failure)}
     except MemoryError:
         return {"lost": f"not enough memory on {platform.node()}"}
+    except OSError as failure:
+        if not is_full_disk(failure):
+            return {"failed": traceback.format_exc()}
+        where, hint = (
+            f"a disk is full: {failure} (worker on {platform.node()})",
+            "free some space there or in the store, and run the same again",
+        )
+        return {"error": where, "hint": hint, "missing": True}
     except Exception:
         return {"failed": traceback.format_exc()}
     finally:
@@ -61,7 +68,7 @@ def run(told: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def versions() -> Mapping[str, str]:
     """What a person can compare and install."""
-    return {name: metadata.version(name) for name in ("fewbits", "torch")}
+    return {name: metadata.version(name) for name in ("fewbits", "torch", "transformers")}
 
 
 def _made(unit: Unit) -> str:
@@ -84,18 +91,20 @@ def _check_alike(unit: Unit) -> None:
     """That this worker would give the coordinator's bytes."""
     import torch
 
-    own, hint = versions(), "install the same fewbits and the same torch on all nodes"
+    own, hint = versions(), "install the same fewbits, torch and transformers on all nodes"
     for name, wanted in unit.versions.items():
         if own[name] != wanted:
             raise InputError(f"this worker has {name} {own[name]}, and the work began with {name} {wanted}", hint)
     if code_version() != unit.about["code"]:
         message = f"this worker's files of fewbits {own['fewbits']} differ from those that the work began with"
         raise InputError(message, f"{hint}, from one wheel")
-    capability, threads = unit.about["machine"]
+    capability, threads, processor = unit.about["machine"]
     torch.set_num_threads(threads)
-    if machine() != unit.about["machine"]:
-        message = f"this worker adds up with {machine()[0]}, and the work began with {capability}: sums would differ in their last bits"
-        raise InputError(message, "use nodes of one kind, or set ATEN_CPU_CAPABILITY to what all of them have")
+    own_capability, _, own_processor = machine()
+    if (own_capability, own_processor) != (capability, processor):
+        here, there = (own_capability, capability) if own_capability != capability else (own_processor, processor)
+        message = f"this worker adds up with {here}, and the work began with {there}: sums could differ in their last bits"
+        raise InputError(message, "use nodes of one kind")
 
 
 def _row(unit: Unit) -> Made:
@@ -175,14 +184,14 @@ def _model(unit: Unit) -> tuple[Model, dict[str, Weight]]:
 
 
 @lru_cache(maxsize=1)
-def _opened(where: str, offline: bool, fingerprint: str, files: tuple[tuple[str, int], ...]) -> tuple[Model, dict[str, Weight]]:
-    """Compared by the sizes of its files: hashing a large model in every worker would take longer than the work."""
+def _opened(where: str, offline: bool, fingerprint: str, files: tuple[tuple[str, str], ...]) -> tuple[Model, dict[str, Weight]]:
+    """Compared by samples of its files: hashing a large model in every worker would take longer than the work."""
     from fewbits import model as models
 
     found = models.open(where, offline)
-    sizes = {path.name: path.stat().st_size for path in found.checkpoint.files()}
-    if sizes != dict(files):
-        differs = sorted(name for name in {*sizes, *dict(files)} if sizes.get(name) != dict(files).get(name))
+    here = {path.name: sampled(path) for path in found.checkpoint.files()}
+    if here != dict(files):
+        differs = sorted(name for name in {*here, *dict(files)} if here.get(name) != dict(files).get(name))
         hint = "the same files must lie at the same path on all nodes"
         raise InputError(f"`{where}` is another model here: {', '.join(differs[:3])}", hint)
     vars(found)["fingerprint"] = fingerprint
@@ -247,16 +256,7 @@ def _importance(path: Path, model: Model) -> Known:
 
 @cache
 def _scratch() -> Path:
-    """This process's own folder. Those of processes that were killed are removed by the next one."""
-    for old in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        try:
-            os.kill(int(old.name.removeprefix(_SCRATCH)), 0)
-        except ProcessLookupError:
-            remove(old)
-        except (ValueError, OSError):  # no worker's, or somebody else's
-            continue
-    folder = Path(tempfile.gettempdir()) / f"{_SCRATCH}{os.getpid()}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    atexit.register(remove, folder)
-    return folder
+    """This process's own folder."""
+    held = ExitStack()
+    atexit.register(held.close)
+    return Path(held.enter_context(scratch_folder()))

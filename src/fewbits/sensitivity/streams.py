@@ -6,7 +6,6 @@ costs only the blocks after it. What is kept between blocks is one buffer of hid
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -19,6 +18,7 @@ from torch import Tensor
 from fewbits.allocator import give_back
 from fewbits.blocks import Blocks
 from fewbits.calibration.collecting import batches
+from fewbits.scratch import scratch_folder
 from fewbits.spilled import Room
 from fewbits.verification import Measured
 
@@ -56,7 +56,7 @@ def walk(
     watch: Sequence[str] = (),
 ) -> Walked:
     """KL of each stream to the float model. `watch`: streams whose hidden states are compared after every block."""
-    with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+    with scratch_folder() as scratch:
         return _Walk(model, windows, streams, Path(scratch), memory).run(progress, watch)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fewbits.scratch import scratch_folder
 from fewbits.targets import Target
 
 if TYPE_CHECKING:
@@ -59,9 +60,7 @@ class Fewbits(Target):
         return None
 
     def overhead(self, draft: Draft) -> int:
-        import tempfile
-
-        with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+        with scratch_folder() as scratch:
             draft.model.checkpoint.save_assets(Path(scratch))
             beside = sum(file.stat().st_size for file in Path(scratch).iterdir())
         rest = sum(tensor.nbytes for tensor in map(draft.tensor, draft.rest))

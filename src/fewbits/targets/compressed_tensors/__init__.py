@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import formats, manifest
+from fewbits.scratch import scratch_folder
 from fewbits.targets import Target
 from fewbits.targets.compressed_tensors import schemes, shards
 from fewbits.targets.compressed_tensors.configuration import quantization_config, scheme_of
@@ -121,9 +122,7 @@ class CompressedTensors(Target):
         return found.type if isinstance(found, Scheme) else fmt.name
 
     def overhead(self, draft: Draft) -> int:
-        import tempfile
-
-        with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+        with scratch_folder() as scratch:
             _write_assets(draft, Path(scratch))
             beside = sum(file.stat().st_size for file in Path(scratch).iterdir())
         files = _shards(draft)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import architectures
 from fewbits.errors import InputError
+from fewbits.scratch import scratch_folder
 from fewbits.targets import Target
 from fewbits.targets.gguf.layouts import Layout, lacking, layout
 
@@ -103,14 +104,12 @@ class Gguf(Target):
         return None
 
     def overhead(self, draft: Draft) -> int:
-        import tempfile
-
         from fewbits.targets.gguf import writing
         from fewbits.targets.gguf.tensors import tensors
 
         found = list(tensors(draft))
         parts = writing.split(found, self.split_bytes) if self.split_bytes else [writing.Part(tuple(found))]
-        with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch:
+        with scratch_folder() as scratch:
             headers = writing.header_bytes(draft, parts, Path(scratch))
         beside = len(draft.plan.to_json().encode()) if self.split_bytes else 0
         return headers + beside + sum(writing.padded(tensor.nbytes) for tensor in found) - draft.plan.nbytes

@@ -10,7 +10,6 @@ The KV cache is float32: ONNX Runtime 1.31 takes a float16 one on the CPU, but c
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import formats
 from fewbits.errors import MissingError
+from fewbits.scratch import scratch_folder
 from fewbits.targets.onnx import Onnx, storage
 from fewbits.targets.onnx_genai import families
 
@@ -60,7 +60,7 @@ class OnnxGenai(Onnx):
         decoder, stores = families.of(draft.config), self._stores(draft)
         placed = data.layout(draft, stores, decoder)
         model = graph.build(draft, stores, decoder, placed, self.accuracy_level)
-        with tempfile.TemporaryDirectory(prefix="fewbits-") as scratch, _assets_of(draft) as assets:
+        with scratch_folder() as scratch, _assets_of(draft) as assets:
             settings.write(Path(scratch), assets, decoder, draft.config, draft.tokenizer)
             assets_bytes = sum(file.stat().st_size for file in Path(scratch).iterdir())
         return len(model.SerializeToString()) + beside.nbytes(placed) + assets_bytes - draft.plan.nbytes
@@ -86,7 +86,7 @@ class OnnxGenai(Onnx):
 @contextmanager
 def _assets_of(draft: Draft) -> Iterator[Path]:
     """What an artifact of this draft would have beside its weights."""
-    with tempfile.TemporaryDirectory(prefix="fewbits-") as folder:
+    with scratch_folder() as folder:
         draft.model.checkpoint.save_assets(Path(folder))
         yield Path(folder)
 
