@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fewbits
-from fewbits import budgeted, embedded, formats, pipeline, planning, sensitivity, targets
+from fewbits import budgeted, calibration, embedded, formats, pipeline, planning, sensitivity, targets
 from fewbits import model as models
 from fewbits.artifact import Artifact
 from fewbits.calibration.storing import Statistics
 from fewbits.drafting import Draft
+from fewbits.errors import InputError
 from fewbits.hardware import parse_memory
 from fewbits.inspection import tensor_bytes
 from fewbits.model import Model
@@ -63,6 +64,14 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Model:
         shutil.copyfile(embedded.MODEL / name, folder / name)
     fewbits.calibrate(folder, folder / "stats", samples=8, length=64)
     return models.open(folder)
+
+
+def test_a_size_that_nothing_reaches_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "collect", None)  # whoever calls it fails
+    for asked in ({"size": "2bpw"}, {"size": "300kB"}, {"fits": "1MB"}):
+        with pytest.raises(InputError, match=r"too few for the weights|leave nothing"):
+            pipeline.quantize(embedded.MODEL, tmp_path / "m.gguf", **asked, formats=FORMATS["gguf"])
+    assert not (tmp_path / "m.gguf").exists()
 
 
 def words(stats: Path, out: Path, target: str = "gguf", model: Path = embedded.MODEL) -> tuple[object, ...]:
@@ -261,7 +270,7 @@ class TestRefusing:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (("--size", "50kB"), "leave nothing for the weights"),
+            (("--size", "50kB"), "too few for the weights"),
             (("--size", "5bpw", "--kv", "auto"), "needs measured caches"),
             (("--size", "5bpw", "--memory", "much"), "`--memory much` is not a number of bytes"),
             (("--size", "1.2MB", "--formats", "q4_0"), "too few for the weights"),

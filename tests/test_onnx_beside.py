@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from fewbits.artifact import Artifact
 from fewbits.drafting import Draft
 from fewbits.errors import InputError
 from fewbits.files import Staged, beside
+from fewbits.formats import Spec
 from fewbits.onnx_files.reading import size_of
 from fewbits.progress import silent
-from fewbits.targets.onnx import Onnx
+from fewbits.targets.onnx import Onnx, inside
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -83,7 +86,37 @@ def test_every_weight_is_beside_and_has_the_same_values(both: tuple[Path, Path],
 
 
 def test_its_size_is_known_before_anything_is_quantized(source: model.Model, made: Artifact, both: tuple[Path, Path]) -> None:
+    assert size_of(both[0]) == made.plan.nbytes + Onnx().overhead(Draft(source, made.plan))
     assert size_of(both[1]) == made.plan.nbytes + Onnx(largest=LIMIT).overhead(Draft(source, made.plan))
+
+
+def test_a_file_that_was_written_piece_by_piece_is_one_message(both: tuple[Path, Path]) -> None:
+    onnx.checker.check_model(both[0], full_check=True)
+    content = both[0].read_bytes()
+    assert onnx.load_from_string(content).ByteSize() == len(content)
+
+
+def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    specs = {f"a{size}": Spec("float32", (size, 3)) for size in (0, 1, 40, 200, 70_000)}
+    alive = weakref.WeakSet[torch.Tensor]()
+
+    def arrays() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, spec in specs.items():
+            assert not alive
+            tensor = torch.full(spec.shape, float(spec.shape[0]))
+            alive.add(tensor)
+            yield name, tensor
+            del tensor
+
+    proto = onnx.ModelProto(ir_version=8)
+    proto.graph.name = "g"
+    path = tmp_path / "m.onnx"
+    with path.open("wb") as stream:
+        inside.write(stream, proto, specs, arrays())
+    assert path.stat().st_size == inside.nbytes(proto, specs)
+    found = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
+    assert found.keys() == specs.keys()
+    assert all(array.shape == specs[name].shape and (array == array.shape[0]).all() for name, array in found.items())
 
 
 def test_a_graph_whose_data_is_gone_is_refused(both: tuple[Path, Path], tmp_path: Path) -> None:

@@ -161,8 +161,15 @@ def test_the_picture_shows_every_point_and_is_valid() -> None:
 
 @pytest.mark.parametrize("text", ["a", "0.1,-3", "nan", "0"])
 def test_sizes_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(InputError, match="not a list of numbers"):
+    with pytest.raises(InputError, match="not a list of sensible numbers"):
         cli_bench.numbers_of(text, "--sizes")
+
+
+@pytest.mark.parametrize(("widths", "run"), [([1000], Run()), ([1024], Run(formats="q3_k,q9")), ([1024], Run(method="magic"))])
+def test_what_cannot_be_measured_is_refused_before_a_checkpoint_is_written(tmp_path: Path, widths: list[int], run: Run) -> None:
+    with pytest.raises(InputError):
+        scaling.scale(tmp_path / "out", [0.1], widths, run)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")

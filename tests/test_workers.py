@@ -75,9 +75,11 @@ def test_more_workers_never_take_longer_and_one_machines_part_stays(tmp_path: Pa
 
 def test_what_is_no_measurement_is_refused_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "workers.json").write_text("{}")
-    for path in (tmp_path / "workers.json", tmp_path / "nothing.json"):
-        with pytest.raises(InputError, match="holds no measurement") as caught:
-            on_paper.on_paper(path)
+    for name, said in (("workers.json", "holds no measurement"), ("nothing.json", "there is no")):
+        with pytest.raises(InputError, match=said) as caught:
+            on_paper.on_paper(tmp_path / name)
         assert "bench workers" in caught.value.hint
+    with pytest.raises(InputError, match="no multiple of 1024"):
+        workers.shape_of(hidden=1000)
     with pytest.raises(InputError, match="against one worker"):
         workers.bench_workers(tmp_path, (2, 4), SMALL)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fewbits import formats, planning, rounds, sensitivity
+from fewbits import formats, kv, planning, rounds, sensitivity
 from fewbits.calibration.storing import Statistics
 from fewbits.drafting import Draft
 from fewbits.errors import InputError
@@ -15,7 +15,8 @@ from fewbits.files import Staged, remove
 from fewbits.planning import deciding
 from fewbits.planning.allocation import allocator
 from fewbits.rounds import Round
-from fewbits.sensitivity import Container
+from fewbits.sensitivity import Container, Sensitivity
+from fewbits.sensitivity.table import Cell, Scores
 
 if TYPE_CHECKING:
     from fewbits.formats import Format
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from fewbits.model import Model
     from fewbits.planning.deciding import Budget, Decision
     from fewbits.planning.wishes import Wishes
-    from fewbits.sensitivity import Sensitivity
     from fewbits.targets import Target
     from fewbits.verification import Verdict
 
@@ -71,6 +71,24 @@ def measured(maker: Maker, wished: Wishes, method: str, container: bool) -> Sens
         table = with_container(table, maker.source, maker.target)
     table.save(maker.work / TABLE)
     return table
+
+
+def check_reachable(source: Model, target: Target, budget: Budget, wished: Wishes) -> None:
+    """Before hours of calibrating: shapes alone tell what the formats take at least."""
+    if budget.by_accuracy:
+        return
+    nothing = Cell(0.0, 0.0, "rtn", Scores(0.0, 0.0, 0.0, 0.0))  # damage has no say in it
+    candidates = candidates_for(source, target, wished.formats, wished.overrides)
+    possible = {
+        weight.name: [fmt for fmt in (*candidates, formats.get(weight.dtype)) if fmt.fits(weight.shape) is None]
+        for weight in source.weights
+    }
+    rows = {name: {fmt.name: nothing for fmt in some} for name, some in possible.items()}
+    table = Sensitivity(source.path.name, "", (), "rtn", source.weights, rows, source.config.to_dict())
+    some = allocator(table, target, wished)
+    limit = deciding.tensor_bytes(table, target, budget, some.elements, 0, kv.get(wished.kv).name if wished.kv else None)
+    if some.least_bytes > limit:
+        some.within_bytes(limit, str(budget))  # says so
 
 
 def candidates_for(source: Model, target: Target, names: tuple[str, ...], overrides: tuple[str, ...] = ()) -> list[Format]:

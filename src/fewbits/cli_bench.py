@@ -231,7 +231,7 @@ def scale(
     from fewbits.reporting import scaling
 
     run = bench_scaling.Run(samples=samples, tokens=tokens, formats=formats, method=method)
-    billions, hidden = numbers_of(sizes, "--sizes"), [int(width) for width in numbers_of(widths, "--widths")]
+    billions, hidden = numbers_of(sizes, "--sizes"), [int(width) for width in numbers_of(widths, "--widths", "1024,3072")]
     result = bench_scaling.scale(out, billions, hidden, run, progress_for(as_json, False))
     if as_json:
         show_json(result.to_dict())
@@ -259,18 +259,18 @@ def workers(
         found = on_paper.on_paper(out / "workers.json", cores=cores)
         show_json(found.to_dict()) if as_json else report.on_paper(found)
         return
-    counts, shape = [int(number) for number in numbers_of(workers, "--workers")], bench_workers.shape_of(hidden, blocks)
+    counts, shape = [int(number) for number in numbers_of(workers, "--workers", "1,2,4")], bench_workers.shape_of(hidden, blocks)
     result = bench_workers.bench_workers(out, counts, shape, executor=executor, progress=progress_for(as_json, False))
     show_json(result.to_dict()) if as_json else report.table(result)
 
 
-def numbers_of(text: str, option: str) -> list[float]:
+def numbers_of(text: str, option: str, example: str = "0.1,0.3") -> list[float]:
     try:
         found = [float(name) for name in names_of(text)]
     except ValueError:
         found = [-1.0]
     if any(not 0 < number < 1e6 for number in found):
-        raise InputError(f"`{option} {text}` is not a list of numbers", "for example 0.1,0.3")
+        raise InputError(f"`{option} {text}` is not a list of sensible numbers", f"for example {example}")
     return found
 
 

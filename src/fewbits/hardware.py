@@ -58,6 +58,8 @@ def parse_memory(text: str, option: str = "--fits", hint: str = _EXAMPLES) -> in
     if not found:
         raise InputError(f"`{option} {text}` is not a number of bytes", hint)
     number = Fraction(Decimal(found[1]))
+    if number == 0:
+        raise InputError(f"`{option} {text}` is nothing", hint)
     if not found[2] and (number < 1000 or number.denominator != 1):
         raise InputError(f"`{option} {text}` has no unit", f"did you mean `{found[1]}GB`?")
     nbytes = math.floor(number * _UNITS[found[2].upper()])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fewbits import formats, kernels, machines
-from fewbits.checkpoints.folder import inside, read_json
+from fewbits.checkpoints.folder import inside, plain, read_json
 from fewbits.errors import InputError
 from fewbits.files import sha256_of, to_json
 from fewbits.machines import Machine
@@ -115,8 +115,10 @@ def read(folder: Path) -> Manifest:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as failure:
         raise InputError(f"`{path}` is damaged: {failure!r}", HINT) from failure
     for name in {*found.shard_of.values(), *found.files}:
-        if Path(name).name != name:  # an artifact must not lead out of its folder
-            raise InputError(f"`{path}` names a file outside its folder: `{name}`", "do not trust this artifact")
+        if not plain(name):  # an artifact must not lead out of its folder
+            raise InputError(f"`{path}` names a file outside its folder: {name[:300]!a}", "do not trust this artifact")
+    if schema[0] > 1 and (unsaid := sorted({INDEX, *found.shards} - found.files.keys())):
+        raise InputError(f"`{path}` has no hash of `{unsaid[0]}`", HINT)
     for name, number in found.formats.items():
         if name not in formats.all():
             raise InputError(f"`{folder}` holds {name}, a format that this fewbits does not know", "update fewbits")

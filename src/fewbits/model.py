@@ -63,7 +63,7 @@ class Weight:
 class Model:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._skeleton = _skeleton(self.config, self.path)
+        self._skeleton = _skeleton(self.config, self.path, len(checkpoint.names()))
         self.checkpoint = converted(checkpoint, self._skeleton)
         self._stored_names = set(self.checkpoint.names())
         self.weights, self.rest = self._walk()
@@ -124,12 +124,13 @@ class Model:
         weights: list[Weight] = []
         seen: dict[int, int] = {}  # id of the parameter -> index of the weight that holds it
         inside: set[str] = set()
-        transposed_stacks = stacks.find(self._skeleton, self.config)
+        stored = self._all_checked()
+        transposed_stacks = stacks.find(self._skeleton, self.config)  # multiplies: by now every size is one that the file has
         for name, module in self._skeleton.named_modules():
             for own, stack in module.named_parameters(name, recurse=False):
                 if (transposed := transposed_stacks.get(own)) is not None:
                     inside.add(own)
-                    weights += self._experts(own, tuple(stack.shape), transposed)
+                    weights += self._experts(own, self.checkpoint.dtype(stored[own]), tuple(stack.shape), transposed)
             convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and "weight" in module._parameters
             if not convolution and not isinstance(module, nn.Linear | nn.Embedding | Conv1D):
                 continue
@@ -140,22 +141,22 @@ class Model:
                 weights[seen[id(parameter)]] = replace(first, tied_to=name)
                 continue
             transposed = isinstance(module, Conv1D)
-            stored = self._checked(f"{name}.weight", tuple(parameter.shape))
             rows, cols = parameter.flatten(1).shape
             if transposed:
                 rows, cols = cols, rows
             kind = "convolution" if convolution else "embedding" if isinstance(module, nn.Embedding) else _kind(name)
             seen[id(parameter)] = len(weights)
-            weights.append(Weight(name, (rows, cols), kind, self.checkpoint.dtype(stored), transposed))
-        rest = [name for name, _ in self._skeleton.named_parameters() if name not in inside]
-        every = {name for name, _ in self._skeleton.named_parameters(remove_duplicate=False)}  # a tied bias has two, and is stored once
-        rest += [name for name in self._skeleton.state_dict() if name not in inside | every]
-        for name in rest:
-            self._stored(name)
-        return tuple(weights), tuple(rest)
+            weights.append(Weight(name, (rows, cols), kind, self.checkpoint.dtype(stored[f"{name}.weight"]), transposed))
+        return tuple(weights), tuple(name for name in stored if name not in inside)
 
-    def _experts(self, stack: str, shape: tuple[int, ...], transposed: bool) -> list[Weight]:
-        dtype = self.checkpoint.dtype(self._checked(stack, shape))
+    def _all_checked(self) -> dict[str, str]:
+        """The checkpoint's name of every parameter and buffer that it must have, in the shape that it must have."""
+        one_name_each = dict(self._skeleton.named_parameters())
+        every = {name for name, _ in self._skeleton.named_parameters(remove_duplicate=False)}  # a tied bias has two, and is stored once
+        buffers = {name: tensor for name, tensor in self._skeleton.state_dict().items() if name not in every}
+        return {name: self._checked(name, tuple(tensor.shape)) for name, tensor in (one_name_each | buffers).items()}
+
+    def _experts(self, stack: str, dtype: str, shape: tuple[int, ...], transposed: bool) -> list[Weight]:
         count, *sides = shape
         rows, cols = reversed(sides) if transposed else sides
         kind = _kind(stack)
@@ -203,13 +204,17 @@ def filled_module(config: Any, matrices: Iterable[tuple[Weight, Tensor]], rest: 
         for weight, matrix in matrices:
             weight.view(own[weight.parameter]).copy_(matrix)
         for name, tensor in rest:
+            if tensor.shape != own[name].shape:  # one value would be copied to every place
+                shapes = f"{tuple(tensor.shape)} in the weights and {tuple(own[name].shape)} by config.json"
+                raise InputError(f"`{name}` is {shapes}", "the two do not belong together")
             own[name].copy_(tensor)
     return module.eval()
 
 
 def check_fit(config: Any, weights: Iterable[Weight], rest: Iterable[str], path: Path) -> None:
     """That a module of this config has these weights and no others, before memory is taken for what the config says."""
-    skeleton = _skeleton(config, path)
+    weights, rest = list(weights), list(rest)
+    skeleton = _skeleton(config, path, len(weights) + len(rest))
     parameters = dict(skeleton.named_parameters())
     known, hint = set(rest), "the two do not belong together"
     for weight in weights:
@@ -224,8 +229,8 @@ def check_fit(config: Any, weights: Iterable[Weight], rest: Iterable[str], path:
         raise InputError(f"`{path}` does not hold `{unknown}`, which its config.json asks for", hint)
 
 
-def _skeleton(config: Any, path: Path) -> nn.Module:
-    """The module without its values."""
+def _skeleton(config: Any, path: Path, tensors: int) -> nn.Module:
+    """The module without its values, for a file that has so many tensors."""
     import torch
 
     from fewbits import stacks
@@ -233,7 +238,7 @@ def _skeleton(config: Any, path: Path) -> nn.Module:
     config = stacks.looping(config)
     kind = _model_class(config)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), limits.building(tensors):
             skeleton: nn.Module = kind(config)
     except Exception as failure:  # sizes that do not go together: each architecture trips over them in its own way
         reason = f"{type(failure).__name__}: {first_line(failure)}"
@@ -281,14 +286,24 @@ def _finite(tensor: Tensor, name: str) -> Tensor:
 
 def _model_class(config: Any) -> Any:
     import transformers
+    from torch import nn
 
-    for name in config.architectures or []:
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+    names = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError("the architectures of config.json are no list of names", "its config is damaged")
+    for name in names:
+        try:
+            found = getattr(transformers, name, None)
+        except Exception as failure:  # transformers imports on demand, and not all that it names is installed
+            raise InputError(f"transformers cannot load `{name}`: {first_line(failure)}", "is it the name of a model's class?") from failure
+        if found is not None:
+            if not (isinstance(found, type) and issubclass(found, nn.Module)):
+                raise InputError(f"`{name}` is no model of transformers", "the architectures of config.json are damaged")
+            return found
     try:
         return transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError:
-        named = ", ".join(config.architectures or []) or config.model_type
+        named = ", ".join(names) or config.model_type
         raise InputError(
             f"the installed transformers knows no architecture `{named}`", "update transformers; remote code is never run"
         ) from None

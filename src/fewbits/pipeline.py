@@ -169,6 +169,7 @@ def quantize(
         if kv == "auto":
             raise InputError("`--kv auto` needs measured caches", "use `fewbits measure --kv int8,int4`, then `fewbits plan --kv auto`")
         deciding.says_cache(target, budget, kv)
+        budgeted.check_reachable(source, target, budget, wished)
         if budget.by_accuracy:
             deciding.predicted_kl(limits)
     needs = made is None or preparation.needs_calibration(made, rewrite)

@@ -106,9 +106,10 @@ class Preflight:
                 f"{largest.name} needs {_size(self.memory)} of memory, and {_size(self.free_memory)} are free", _LESS_MEMORY[largest.name]
             )
         if self.free_disk is not None and self.disk > self.free_disk + self.held:
+            calibrates = any(step.name == "calibrating" for step in self.steps)
             raise MissingError(
                 f"the work needs {_size(self.disk)} on the disk of `{self.folder}`, and {_size(self.free_disk)} are free",
-                "free some space, choose another `-o`, or calibrate with fewer `--samples`",
+                "free some space, or choose another `-o`" + (", or calibrate with fewer `--samples`" if calibrates else ""),
             )
 
     def line(self) -> str:

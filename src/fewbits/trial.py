@@ -40,6 +40,11 @@ def check(runtime: Runtime, path: Path) -> None:
         from fewbits.onnx_files.reading import check_graph
 
         check_graph(path)
+    elif runtime.name == "llama.cpp":
+        from fewbits.checkpoints.gguf_file import open_reader
+        from fewbits.targets.gguf import first_part
+
+        open_reader(first_part(path))  # counts and lengths, which llama.cpp would go through one by one for a minute
     parts = path.iterdir() if path.is_dir() else (path, path.with_name(f"{path.name}.data"))  # an .onnx file may have arrays beside it
     size = sum(part.stat().st_size for part in parts if part.is_file())
     try:

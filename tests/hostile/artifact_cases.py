@@ -109,6 +109,12 @@ def kind_that_is_a_list(folder: Path, benign: Benign) -> None:
 
 
 @case("artifact")
+def weights_without_a_hash(folder: Path, benign: Benign) -> None:
+    """a fewbits.json that leaves the weights out of its list of hashes: they could be changed, and nobody would see it"""
+    edited(copied(folder, benign) / "fewbits.json", lambda about: about["files"].pop(SHARD))
+
+
+@case("artifact")
 def files_of_numbers(folder: Path, benign: Benign) -> None:
     """files whose hashes are numbers"""
     edited(copied(folder, benign) / "fewbits.json", lambda about: about["files"].update({SHARD: {"bytes": "many", "sha256": 7}}))

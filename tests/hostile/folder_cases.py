@@ -1,4 +1,4 @@
-"""Hostile model folders: safetensors, their index, config.json and tokenizers."""
+"""Hostile model folders: safetensors, their index, code, weights and tokenizers."""
 
 from __future__ import annotations
 
@@ -93,6 +93,25 @@ def shape_beyond_64_bits(folder: Path, benign: Benign) -> None:
 
 
 @case("folder")
+def nothing_of_vast_shape(folder: Path, benign: Benign) -> None:
+    """tensors of no bytes whose other sides go beyond 2^64"""
+    safetensors(copied(folder, benign), one("F32", [0, 1 << 63, 1 << 63], 0, 0))
+
+
+@case("folder")
+def many_dimensions(folder: Path, benign: Benign) -> None:
+    """a value in 100,000 dimensions"""
+    safetensors(copied(folder, benign), one("F32", [1] * 100_000, 0, 4), bytes(4))
+
+
+@case("folder", passes=("inspect",))
+def one_value_for_a_norm(folder: Path, benign: Benign) -> None:
+    """a norm of one value where the config asks for 64: it would be copied to all of them"""
+    tensors = load_file(copied(folder, benign) / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": torch.ones(1)}, folder / "model.safetensors")
+
+
+@case("folder")
 def type_that_lies(folder: Path, benign: Benign) -> None:
     """four float32 in the bytes of one"""
     safetensors(copied(folder, benign), one("F32", [4], 0, 4), bytes(4))
@@ -163,6 +182,18 @@ def shard_with_a_zero_byte(folder: Path, benign: Benign) -> None:
 
 
 @case("folder")
+def shard_with_a_long_name(folder: Path, benign: Benign) -> None:
+    """a name of 5,000 letters, which no file can have"""
+    indexed(folder, benign, "a" * 5000)
+
+
+@case("folder")
+def shard_with_half_a_letter(folder: Path, benign: Benign) -> None:
+    """a name with half of a letter in it, which cannot be written down"""
+    indexed(folder, benign, "model-\ud800.safetensors")
+
+
+@case("folder")
 def shard_that_is_a_device(folder: Path, benign: Benign) -> None:
     """weights in a pipe that nobody writes to: opening it waits for ever"""
     import os
@@ -182,84 +213,6 @@ def index_without_a_map(folder: Path, benign: Benign) -> None:
 def deep_index(folder: Path, benign: Benign) -> None:
     """an index of 100,000 brackets"""
     (copied(folder, benign) / INDEX).write_text("[" * 100_000)
-
-
-@case("folder")
-def long_number_in_json(folder: Path, benign: Benign) -> None:
-    """a number of a million digits, which takes quadratic time to read"""
-    (copied(folder, benign) / "config.json").write_text('{"model_type": "llama", "hidden_size": 1' + "0" * 1_000_000 + "}")
-
-
-@case("folder", passes=("inspect",))
-def vast_hidden_size(folder: Path, benign: Benign) -> None:
-    """a config that says 2^40 columns"""
-    configured(folder, benign, hidden_size=1 << 40, head_dim=1 << 38)
-
-
-@case("folder", passes=("inspect",))
-def vast_vocabulary(folder: Path, benign: Benign) -> None:
-    """a config that says 2^62 tokens of 64 columns: 2^70 bytes"""
-    configured(folder, benign, vocab_size=1 << 62)
-
-
-@case("folder", passes=("inspect",))
-def billion_layers(folder: Path, benign: Benign) -> None:
-    """a config that says a billion blocks: a loop of days"""
-    configured(folder, benign, num_hidden_layers=10**9)
-
-
-@case("folder", passes=("inspect",))
-def billion_layer_types(folder: Path, benign: Benign) -> None:
-    """an architecture whose config makes a list of a billion entries when it is read"""
-    configured(folder, benign, model_type="qwen3", architectures=["Qwen3ForCausalLM"], num_hidden_layers=10**9)
-
-
-@case("folder", passes=("inspect",))
-def billion_experts(folder: Path, benign: Benign) -> None:
-    """a mixture of a billion experts"""
-    configured(folder, benign, model_type="mixtral", architectures=["MixtralForCausalLM"], num_local_experts=10**9)
-
-
-@case("folder", passes=("inspect",))
-def thousands_of_layers(folder: Path, benign: Benign) -> None:
-    """a config that says 200,000 blocks, each a module of its own"""
-    configured(folder, benign, num_hidden_layers=200_000)
-
-
-@case("folder", passes=("inspect", "verify"))
-def no_heads_in_config(folder: Path, benign: Benign) -> None:
-    """no attention heads, to divide by"""
-    configured(folder, benign, num_attention_heads=0, head_dim=None)
-
-
-@case("folder", passes=("inspect",))
-def negative_layers(folder: Path, benign: Benign) -> None:
-    """a config that says -2 blocks"""
-    configured(folder, benign, num_hidden_layers=-2)
-
-
-@case("folder")
-def text_for_a_size(folder: Path, benign: Benign) -> None:
-    """a config with a text where a number belongs"""
-    configured(folder, benign, hidden_size="wide")
-
-
-@case("folder")
-def list_for_a_config(folder: Path, benign: Benign) -> None:
-    """a config that is a list"""
-    (copied(folder, benign) / "config.json").write_text("[]")
-
-
-@case("folder")
-def deep_config(folder: Path, benign: Benign) -> None:
-    """a config of 100,000 brackets"""
-    (copied(folder, benign) / "config.json").write_text('{"model_type": "llama", "x": ' + "[" * 100_000 + "]" * 100_000 + "}")
-
-
-@case("folder")
-def not_a_number_in_config(folder: Path, benign: Benign) -> None:
-    """a config whose norm adds NaN: nothing that it computes is a number"""
-    configured(folder, benign, rms_norm_eps=float("nan"))
 
 
 @case("folder")

@@ -147,7 +147,7 @@ def _confined(words: list[str], errors: int) -> None:
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
-    if event not in _FORBIDDEN or (event == "subprocess.Popen" and list(arguments[1])[:3] == _ALLOWED):  # type: ignore[call-overload]
+    if event not in _FORBIDDEN or (event == "subprocess.Popen" and list(arguments[1])[: len(_ALLOWED)] == _ALLOWED):  # type: ignore[call-overload]
         return
     os.write(2, f"\n{event} {arguments!r}\n".encode())
     traceback.print_stack()

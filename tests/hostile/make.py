@@ -7,16 +7,20 @@ from pathlib import Path
 
 import artifact_cases
 import benign
+import config_cases
 import data_cases
 import folder_cases
 import gguf_cases
 import onnx_cases
 import plan_cases
 import statistics_cases
+import vast_cases
 from benign import Benign
 from cases import CASES, Case
 
-MODULES = (artifact_cases, data_cases, folder_cases, gguf_cases, onnx_cases, plan_cases, statistics_cases)  # importing them fills CASES
+MODULES = (  # importing them fills CASES
+    artifact_cases, config_cases, data_cases, folder_cases, gguf_cases, onnx_cases, plan_cases, statistics_cases, vast_cases,
+)  # fmt: skip
 
 # kind -> verb -> its words. {x}: the hostile file; {model}, {gguf} ...: honest ones; {out}: a place to write to
 _MODEL = {

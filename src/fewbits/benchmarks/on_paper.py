@@ -127,6 +127,8 @@ def on_paper(
     model: Llama = LLAMA_405B,
 ) -> Paper:
     """`measured`: the workers.json of `fewbits bench workers`."""
+    if not measured.is_file():
+        raise InputError(f"there is no `{measured}`", _HINT)
     try:
         speed = speed_of(json.loads(measured.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as failure:

@@ -15,9 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fewbits import formats, methods
 from fewbits.benchmarks.synthetic import Shape, write_checkpoint
 from fewbits.benchmarks.watching import Watched, followed, watch
-from fewbits.errors import MissingError
+from fewbits.errors import InputError, MissingError
 from fewbits.files import remove, to_json
 from fewbits.progress import Progress, silent
 
@@ -72,6 +73,11 @@ def scale(
     from fewbits.reporting import scaling
 
     run = run or Run()
+    methods.get(run.method)
+    for name in run.formats.split(","):
+        formats.get(name)
+    if wrong := [width for width in widths if width % 512]:
+        raise InputError(f"`--widths {wrong[0]}` is no multiple of 512", "for example 1024,3072")
     if not Path("/proc/self/status").is_file():
         raise MissingError("this system does not say how much memory a process has", "run it on Linux, which has /proc")
     out.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,9 @@ class Speedup:
 
 
 def shape_of(hidden: int = 1024, blocks: int = 4) -> Shape:
-    """An inner width of 2.75 times the outer one, both in whole blocks of the K formats where `hidden` is a multiple of 1024."""
+    """An inner width of 2.75 times the outer one, both in whole blocks of the K formats."""
+    if hidden % 1024:
+        raise InputError(f"`--hidden {hidden}` is no multiple of 1024", "for example 1024 or 2048")
     return Shape(blocks=blocks, hidden=hidden, inner=hidden * 11 // 4, vocabulary=4096)
 
 

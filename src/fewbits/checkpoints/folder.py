@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 from collections import Counter
 from functools import cached_property
@@ -20,6 +22,9 @@ _INDEX = "model.safetensors.index.json"
 _CAST = {"F16": "fp16", "BF16": "bf16", "F32": "fp32", "F64": "fp32"}
 _ASSETS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _DAMAGED = "the file is truncated or damaged; fetch it again"
+_DIMENSIONS = 16
+_PIECE = 1 << 20
+_LONGEST_NAME = 255  # bytes: of every file system in use
 _POOLING = "1_Pooling/config.json"  # sentence-transformers
 
 
@@ -82,11 +87,20 @@ class Folder:
         return self._open[shard]
 
 
-def read_text(path: Path, hint: str) -> str:
+def read_text(path: Path, hint: str, longest: int = limits.TABLE) -> str:
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise InputError(f"`{path}` is not a file", hint)
-        return path.read_text(encoding="utf-8")
+        content = bytearray()
+        with path.open("rb") as file:
+            if (size := os.fstat(file.fileno()).st_size) > longest:
+                raise InputError(f"`{path}` has {size:,} bytes, more than {longest:,}", "no honest file of this kind is so large")
+            while (piece := file.read(_PIECE)) and len(content) <= size:
+                if b"\0" in piece:  # a hole: no text has one, and a gigabyte of it takes no room on the disk
+                    raise InputError(f"`{path}` is not a text: it holds zeros", hint)
+                content += piece
+        limits.check_decoded(content, path)
+        return content.decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"`{path}` is missing", hint) from None
     except OSError as failure:
@@ -96,13 +110,21 @@ def read_text(path: Path, hint: str) -> str:
 
 
 def read_json(path: Path, hint: str, values: int = limits.VALUES) -> Any:
-    text = read_text(path, hint)
+    text = read_text(path, hint, limits.TEXT)
     if (found := limits.values_in(text)) > values:
         raise InputError(f"`{path}` holds {found:,} values, more than {values:,}", "no honest file of this kind is so large")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as failure:
         raise InputError(f"`{path}` is not valid JSON: {failure}", "the file is damaged; fetch it again") from failure
+
+
+def plain(name: str) -> bool:
+    """Whether it names a file of the folder that says so, and may be the name of one at all."""
+    try:
+        return Path(name).name == name and name != ".." and "\0" not in name and len(name.encode()) <= _LONGEST_NAME
+    except UnicodeEncodeError:  # half of a letter
+        return False
 
 
 def inside(folder: Path, file: Path) -> Path:
@@ -131,8 +153,8 @@ def _shards(path: Path) -> dict[str, str]:
         if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
             raise InputError(f"`{index}` has no weight_map", "the index is damaged; fetch it again")
         for shard in sorted(set(weight_map.values())):
-            if Path(shard).name != shard:  # an index must not lead out of its folder
-                raise InputError(f"`{index}` names a shard outside its folder: `{shard}`", "do not trust this checkpoint")
+            if not plain(shard):  # an index must not lead out of its folder
+                raise InputError(f"`{index}` names a shard outside its folder: {shard[:300]!a}", "do not trust this checkpoint")
             if not (path / shard).is_file():
                 raise InputError(f"shard `{shard}` is missing from `{path}`", "the download is incomplete; fetch it again")
         held = {shard: set(_open_shard(path / shard).keys()) for shard in set(weight_map.values())}
@@ -164,18 +186,27 @@ def _open_shard(path: Path) -> TensorFile:
 
 
 def _check_header(path: Path) -> None:
-    """Every name once: safetensors takes the last of two, another reader the first. All else it checks itself."""
+    """Every name once: safetensors takes the last of two, another reader the first. A shape that can be made: it takes any with a 0 in
+    it. All else it checks itself."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size - 8:
+        if length > os.fstat(file.fileno()).st_size - 8:
             raise InputError(f"`{path}` cannot be read: its header of {length:,} bytes goes beyond its end", _DAMAGED)
+        if length > limits.TEXT:
+            raise InputError(f"`{path}` cannot be read: its header has {length:,} bytes, more than {limits.TEXT:,}", _DAMAGED)
         header = file.read(length)
-    if limits.values_in(header.decode("utf-8", "replace")) > limits.VALUES:
+    limits.check_decoded(header, path)
+    if limits.values_in(header) > limits.VALUES:
         raise InputError(f"`{path}` cannot be read: its header holds more than {limits.VALUES:,} values", _DAMAGED)
     try:
-        json.loads(header, object_pairs_hook=_each_once)
+        said = json.loads(header, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as failure:
         raise InputError(f"`{path}` cannot be read: its header is not valid: {failure}", _DAMAGED) from failure
+    for name, entry in said.items() if isinstance(said, dict) else ():
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        sizes = [size or 1 for size in shape if isinstance(size, int)] if isinstance(shape, list) else []
+        if len(sizes) > _DIMENSIONS or math.prod(sizes) >= 1 << 62:
+            raise InputError(f"`{path}` cannot be read: no tensor has the shape of `{name}`", _DAMAGED)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -45,7 +45,8 @@ class GgufFile:
 
     @cached_property
     def config(self) -> Any:
-        limits.check(self.fields, len(self._tensors), self.path)
+        described = {name: value for name, value in self.fields.items() if not name.startswith("general.")}  # anybody's, and never a size
+        limits.check(described, len(self._tensors), self.path)
         factors = {name: self._tensors[name].data.tolist() for name in architectures.FACTORS if name in self._tensors}
         try:
             return architectures.config_of(self.fields, self._tensors.keys(), factors)
@@ -147,7 +148,7 @@ class GgufFile:
         import transformers
 
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), limits.building(len(self._tensors)):
                 return getattr(transformers, architectures.of(self.config).class_name)(self.config)
         except Exception as failure:
             said = f"{type(failure).__name__}: {first_line(failure)}"
@@ -169,14 +170,17 @@ def open_reader(path: Path) -> Opened:
     if count <= 1:
         return Opened((path,), first.fields, first.tensors)
     paths = _part_names(path, count, _number(first, "split.no"))
-    readers = [first, *map(_open_one, paths[1:])]
-    for number, (part, reader) in enumerate(zip(paths, readers, strict=True)):
+    tensors, said = list(first.tensors), _number(first, "split.tensors.count")
+    for number, part in enumerate(paths[1:], 1):
+        reader = _open_one(part)
         if _number(reader, "split.no") != number or _number(reader, "split.count") != count:
             raise InputError(f"`{part}` is not part {number + 1} of {count}", "the parts do not belong together; fetch them again")
-    tensors = tuple(tensor for reader in readers for tensor in reader.tensors)
-    if len(tensors) != (said := _number(first, "split.tensors.count")):
+        tensors += reader.tensors
+        if len(tensors) > limits.TENSORS:  # now, and not after thousands of parts
+            raise InputError(f"`{path}` and its other parts hold more than {limits.TENSORS:,} tensors", _DAMAGED)
+    if len(tensors) != said:
         raise InputError(f"`{path}` and its other parts hold {len(tensors)} tensors of {said}", _DAMAGED)
-    return Opened(tuple(paths), first.fields, tensors)
+    return Opened(tuple(paths), first.fields, tuple(tensors))
 
 
 def _part_names(path: Path, count: int, number: int) -> list[Path]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fewbits.checkpoints import limits
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -32,8 +34,7 @@ class Field:
     raw: memoryview  # type and value, as they lie in the file
 
     def contents(self) -> Any:
-        value, _ = _value(self.raw, 0)
-        return value
+        return _value(self.raw)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def read(path: Path) -> Header:
     if path.stat().st_size < 24:
         raise ValueError("it is too short to have a header")
     with path.open("rb") as file:
-        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    content = whole[: limits.HEADER]
     magic, version, tensor_count, key_count = struct.unpack_from("<4sIQQ", content)
     if magic != b"GGUF":
         raise ValueError("it does not begin with GGUF's magic number")
@@ -66,13 +68,15 @@ def read(path: Path) -> Header:
         raise ValueError("it has the other byte order: convert it with gguf-py's `gguf-convert-endian`")
     if version not in (2, 3):
         raise ValueError(f"it has version {version}, only 2 and 3 are known")
-    at, fields = 24, {}
+    if (most := max(tensor_count, key_count)) > limits.TENSORS:
+        raise ValueError(f"it says that it has {most:,} tensors or keys, more than {limits.TENSORS:,}")
+    at, items, fields = 24, 0, {}
     for _ in range(key_count):
         name, at = _string(content, at)
-        end = _end(content, at)
+        end, count = _end(content, at, limits.ITEMS - items)
         if name in fields:
             raise ValueError(f"the key `{name}` is there twice")
-        fields[name], at = Field(content[at:end]), end
+        fields[name], at, items = Field(content[at:end]), end, items + count
     infos = []
     for _ in range(tensor_count):
         info, at = _info(content, at)
@@ -81,7 +85,7 @@ def read(path: Path) -> Header:
     if not isinstance(align, int) or align < 1 or align & (align - 1):
         raise ValueError(f"its alignment is {align}")
     start = -(-at // align) * align
-    tensors = tuple(_tensors(np.frombuffer(content, np.uint8), start, infos, align))
+    tensors = tuple(_tensors(np.frombuffer(whole, np.uint8), start, infos, align))
     _check_apart(infos, tensors)
     return Header(fields, tensors)
 
@@ -146,45 +150,51 @@ def _tensors(octets: np.ndarray[Any, Any], start: int, infos: list[_Info], align
 
 def _string(content: memoryview, at: int) -> tuple[str, int]:
     (length,) = struct.unpack_from("<Q", content, at)
-    if at + 8 + length > len(content):
-        raise ValueError(f"a text at byte {at} goes beyond its end")
+    _check_end(content, at + 8 + length)
     return str(content[at + 8 : at + 8 + length], "utf-8"), at + 8 + length
 
 
-def _end(content: memoryview, at: int) -> int:
-    """Where the value at `at` ends, its type first. Texts are passed over, not read."""
+def _end(content: memoryview, at: int, most: int) -> tuple[int, int]:
+    """Where the value at `at` ends, its type first, and how many items it has, at most `most`. Texts are passed over, not read."""
     (kind,) = struct.unpack_from("<I", content, at)
     count, at = 1, at + 4
     if kind == _ARRAY:
         kind, count = struct.unpack_from("<IQ", content, at)
         at += 12
-    if kind == _STRING:
-        length_at = struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            if at > len(content):  # before it is an address that no processor has
-                raise ValueError("a value goes beyond its end")
-            at += 8 + length_at(content, at)[0]
-    elif kind in _LETTERS:
-        at += count * struct.calcsize(f"<{_LETTERS[kind]}")
-    else:
+    if kind != _STRING and kind not in _LETTERS:
         raise ValueError(f"a value at byte {at} is of the unknown type {kind}")
-    if at > len(content):
-        raise ValueError("a value goes beyond its end")
-    return at
-
-
-def _value(content: memoryview, at: int) -> tuple[Any, int]:
-    (kind,) = struct.unpack_from("<I", content, at)
-    if kind == _STRING:
-        return _string(content, at + 4)
-    if kind != _ARRAY:
-        return struct.unpack_from(f"<{_LETTERS[kind]}", content, at + 4)[0], len(content)
-    kind, count = struct.unpack_from("<IQ", content, at + 4)
-    at += 16
+    _check_end(content, at + count * (8 if kind == _STRING else struct.calcsize(f"<{_LETTERS[kind]}")))
+    if count > most:
+        raise ValueError(f"its arrays have more than {limits.ITEMS:,} items")
     if kind != _STRING:
-        return list(struct.unpack_from(f"<{count}{_LETTERS[kind]}", content, at)), len(content)
-    texts = []
+        return at + count * struct.calcsize(f"<{_LETTERS[kind]}"), count
+    length_at = struct.Struct("<Q").unpack_from
     for _ in range(count):
-        text, at = _string(content, at)
-        texts.append(text)
-    return texts, at
+        if at > len(content):  # before it is an address that no processor has
+            break
+        at += 8 + length_at(content, at)[0]
+    _check_end(content, at)
+    return at, count
+
+
+def _check_end(content: memoryview, end: int) -> None:
+    if end > len(content):
+        where = "its end" if len(content) < limits.HEADER else f"the {limits.HEADER:,} bytes that a header may have"
+        raise ValueError(f"a value goes beyond {where}")
+
+
+def _value(content: memoryview) -> Any:
+    (kind,) = struct.unpack_from("<I", content)
+    if kind == _STRING:
+        return _string(content, 4)[0]
+    if kind != _ARRAY:
+        return struct.unpack_from(f"<{_LETTERS[kind]}", content, 4)[0]
+    kind, count = struct.unpack_from("<IQ", content, 4)
+    if kind != _STRING:
+        return list(struct.unpack_from(f"<{count}{_LETTERS[kind]}", content, 16))
+    at, texts, length_at = 16, [], struct.Struct("<Q").unpack_from
+    for _ in range(count):
+        start = at + 8
+        at = start + length_at(content, at)[0]
+        texts.append(str(content[start:at], "utf-8"))
+    return texts

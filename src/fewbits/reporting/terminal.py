@@ -222,7 +222,8 @@ def inspection(found: Inspection) -> None:
     console.print(table)
     for t in found.tensors:
         if t.values and t.values.nonfinite:
-            error(f"`{t.name}` holds {t.values.nonfinite} values that are not finite")
+            values = "a value that is" if t.values.nonfinite == 1 else f"{t.values.nonfinite:,} values that are"
+            note(f"`{t.name}` holds {values} not finite: quantizing will refuse it")
 
 
 def comparison(result: Comparison) -> None:

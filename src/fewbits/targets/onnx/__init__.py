@@ -22,6 +22,8 @@ from fewbits.targets import Target
 from fewbits.targets.onnx import qdq, storage, versions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fewbits.activations import Activation
     from fewbits.artifact import Artifact
     from fewbits.drafting import Draft
@@ -95,15 +97,15 @@ class Onnx(Target):
         return None
 
     def overhead(self, draft: Draft) -> int:
-        from fewbits.targets.onnx import graph
+        from fewbits.targets.onnx import beside, inside
 
         stores = self._stores(draft)
-        model = graph.trace(draft, stores)
-        graph.describe(model, draft, self.accuracy_level)
-        size = int(graph.nbytes(model, stores))
+        specs, proto = storage.specs(stores), self._proto(draft, stores)
+        size = inside.nbytes(proto, specs)
         if size > self.largest:  # to a few bytes for every weight: the file beside it is named when it is written
-            proto, placed = graph.place(model, stores, f"{self.file_name}.data")
-            size = proto.ByteSize() + max(array.end for array in placed.values())
+            placed = beside.layout(specs, f"{self.file_name}.data")
+            proto.graph.initializer.extend(array.initializer() for array in placed.values())
+            size = proto.ByteSize() + beside.nbytes(placed)
         return size - draft.plan.nbytes
 
     def _stores(self, artifact: Artifact | Draft) -> dict[str, storage.Store]:
@@ -117,19 +119,28 @@ class Onnx(Target):
             found[weight.name] = storage.store(fmt, weight.shape, self.accuracy_level, activation)
         return found
 
-    def write(self, artifact: Artifact, path: Path, progress: Progress[Weight]) -> None:
+    def _proto(self, artifact: Artifact | Draft, stores: Mapping[str, storage.Store]) -> Any:
         from fewbits.targets.onnx import graph
 
-        stores = self._stores(artifact)
         model = graph.trace(artifact, stores)
         graph.describe(model, artifact, self.accuracy_level)
-        if graph.nbytes(model, stores) > self.largest:
-            proto, placed = graph.place(model, stores, f"{files.final_name(path)}.data")
-            graph.fill_beside(files.beside(path), placed, artifact, stores, progress)
-        else:
-            graph.fill(model, artifact, stores, progress)
-            proto = graph.proto_of(model)
-        graph.save(proto, path)
+        return graph.proto_of(model, storage.specs(stores))
+
+    def write(self, artifact: Artifact, path: Path, progress: Progress[Weight]) -> None:
+        from fewbits.targets.onnx import beside, inside
+
+        stores = self._stores(artifact)
+        specs, proto = storage.specs(stores), self._proto(artifact, stores)
+        arrays = storage.arrays(artifact, stores, progress)
+        if inside.nbytes(proto, specs) <= self.largest:
+            with path.open("wb") as stream:
+                inside.write(stream, proto, specs, arrays)
+            return
+        placed = beside.layout(specs, f"{files.final_name(path)}.data")
+        proto.graph.initializer.extend(array.initializer() for array in placed.values())
+        with files.beside(path).open("wb") as stream:
+            beside.write(stream, placed, arrays)
+        path.write_bytes(proto.SerializeToString(deterministic=True))
 
     def written(self, path: Path) -> dict[str, str]:
         from fewbits.targets.onnx import reading

@@ -5,7 +5,7 @@ Sizes are known from shapes, so that a graph can name the places before there is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -46,11 +46,11 @@ class Array:
         return proto
 
 
-def layout(specs: Iterable[tuple[str, Spec]], file: str) -> dict[str, Array]:
+def layout(specs: Mapping[str, Spec], file: str) -> dict[str, Array]:
     """One after another."""
     placed: dict[str, Array] = {}
     end = 0
-    for name, spec in specs:
+    for name, spec in specs.items():
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT
         placed[name] = Array(name, spec, file, offset)
         end = placed[name].end
@@ -68,4 +68,5 @@ def write(stream: BinaryIO, placed: Mapping[str, Array], arrays: Iterator[tuple[
         assert (tuple(tensor.shape), str(tensor.dtype)) == (array.spec.shape, f"torch.{array.spec.dtype}"), name
         stream.write(bytes(array.offset - stream.tell()))
         stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
+        del tensor
     assert stream.tell() == nbytes(placed)

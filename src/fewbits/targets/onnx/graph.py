@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx
@@ -18,18 +17,14 @@ from torch import Tensor, nn
 
 from fewbits import manifest
 from fewbits.errors import InputError
-from fewbits.targets.onnx import beside, layers
+from fewbits.targets.onnx import beside, layers, storage
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
     from fewbits.drafting import Draft
-    from fewbits.model import Weight
-    from fewbits.progress import Progress
-    from fewbits.targets.onnx.beside import Array
-    from fewbits.targets.onnx.storage import Store
+    from fewbits.formats import Spec
 
 _OPSET = 20
-_TYPES = {"uint8": ir.DataType.UINT8, "float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16, "float32": ir.DataType.FLOAT}
 
 
 class _Logits(nn.Module):
@@ -44,7 +39,7 @@ class _Logits(nn.Module):
         return logits.float()
 
 
-def trace(artifact: Artifact | Draft, stores: Mapping[str, Store]) -> ir.Model:
+def trace(artifact: Artifact | Draft, stores: Mapping[str, storage.Store]) -> ir.Model:
     from fewbits.model import empty_module
 
     module = empty_module(artifact.config).eval()  # its memory is never touched: every large weight is replaced
@@ -73,7 +68,7 @@ def trace(artifact: Artifact | Draft, stores: Mapping[str, Store]) -> ir.Model:
             )
             model: ir.Model = program.model
             _name(model)
-            for name, _ in _wanted(artifact, stores):
+            for name in storage.specs(stores):
                 model.graph.initializers[name].const_value = None  # what has no value cannot be folded
             onnxscript.optimizer.optimize_ir(model)
     except Exception as failure:
@@ -83,42 +78,6 @@ def trace(artifact: Artifact | Draft, stores: Mapping[str, Store]) -> ir.Model:
         raise InputError(f"`{artifact.config.model_type}` cannot be exported to ONNX: {reason}", hint) from failure
     ClearMetadataAndDocStringPass()(model)  # stack traces hold paths of this machine
     return model
-
-
-def fill(model: ir.Model, artifact: Artifact, stores: Mapping[str, Store], progress: Progress[Weight]) -> None:
-    for weight in progress(artifact.weights, len(artifact.weights), "writing onnx"):
-        for part, tensor in stores[weight.name].arrays(artifact.parts(weight)).items():
-            name = f"{weight.name}.{part}"
-            spec = stores[weight.name].specs()[part]
-            assert tuple(tensor.shape) == spec.shape, name
-            raw = tensor.contiguous()
-            data = raw.view(torch.uint16) if raw.dtype == torch.bfloat16 else raw
-            array = data.numpy()
-            model.graph.initializers[name].const_value = ir.Tensor(array, _TYPES[spec.dtype], shape=ir.Shape(spec.shape), name=name)
-
-
-def place(model: ir.Model, stores: Mapping[str, Store], file: str) -> tuple[Any, dict[str, Array]]:
-    """The graph with its weights in a file beside it, and where they go there."""
-    specs = ((f"{weight}.{part}", spec) for weight, store in stores.items() for part, spec in store.specs().items())
-    placed = beside.layout(specs, file)
-    with _quiet():  # it warns of every weight that has no value, and leaves it out
-        proto = ir.to_proto(model)
-    proto.graph.initializer.extend(array.initializer() for array in placed.values())
-    return proto, placed
-
-
-def fill_beside(
-    path: Path, placed: Mapping[str, Array], artifact: Artifact, stores: Mapping[str, Store], progress: Progress[Weight]
-) -> None:
-    """One weight in memory at a time."""
-
-    def arrays() -> Iterator[tuple[str, Tensor]]:
-        for weight in progress(artifact.weights, len(artifact.weights), "writing onnx"):
-            for part, tensor in stores[weight.name].arrays(artifact.parts(weight)).items():
-                yield f"{weight.name}.{part}", tensor
-
-    with path.open("wb") as stream:
-        beside.write(stream, placed, arrays())
 
 
 def describe(model: ir.Model, artifact: Artifact | Draft, accuracy_level: int) -> None:
@@ -137,53 +96,15 @@ def describe(model: ir.Model, artifact: Artifact | Draft, accuracy_level: int) -
     )
 
 
-def nbytes(model: ir.Model, stores: Mapping[str, Store]) -> int:
-    """Of the file that this graph becomes when its weights are filled in, exactly: every one stands for its bytes, none is made."""
-    pending = 0
-    for weight, store in stores.items():
-        for part, spec in store.specs().items():
-            name = f"{weight}.{part}"
-            empty = onnx.TensorProto(name=name, data_type=int(_TYPES[spec.dtype]), dims=spec.shape)
-            inside = empty.ByteSize() + _prefixed(spec.nbytes)  # the bytes, their length and the tag of the field
-            pending += _prefixed(inside)
-    with _quiet():  # it warns of every weight that has no value yet
+def proto_of(model: ir.Model, wanted: Mapping[str, Spec]) -> Any:
+    """Without the arrays of weights, and checked as if they were inputs."""
+    with _quiet():  # it warns of every weight that has no value, and leaves it out
         proto = ir.to_proto(model)
-    graph = int(proto.graph.ByteSize()) + pending
-    return int(proto.ByteSize()) - _prefixed(int(proto.graph.ByteSize())) + _prefixed(graph)
-
-
-def _prefixed(size: int) -> int:
-    """A field of so many bytes in protobuf's encoding: one byte of tag (of fields up to 15), the length in groups of 7 bits, the bytes."""
-    return 1 + max(1, -(-size.bit_length() // 7)) + size
-
-
-def proto_of(model: ir.Model) -> Any:
-    return ir.to_proto(model)
-
-
-def save(proto: Any, path: Path) -> None:
-    path.write_bytes(proto.SerializeToString(deterministic=True))
-    onnx.checker.check_model(_without_arrays_beside(proto) or path)  # operators of com.microsoft are unknown to it and skipped
-
-
-def _without_arrays_beside(proto: Any) -> Any | None:
-    """The graph with inputs in place of the arrays that lie beside it, which do not have their names yet; None: it has none."""
-    outside = [tensor for tensor in proto.graph.initializer if tensor.data_location == onnx.TensorProto.EXTERNAL]
-    if not outside:
-        return None
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)
-    kept = [tensor for tensor in proto.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL]
-    del bare.graph.initializer[:]
-    bare.graph.initializer.extend(kept)
-    bare.graph.input.extend(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims) for tensor in outside)
-    return bare
-
-
-def _wanted(artifact: Artifact | Draft, stores: Mapping[str, Store]) -> Iterator[tuple[str, Weight]]:
-    for weight in artifact.weights:
-        for part in stores[weight.name].specs():
-            yield f"{weight.name}.{part}", weight
+    bare.graph.input.extend(onnx.helper.make_tensor_value_info(name, beside.TYPES[spec.dtype], spec.shape) for name, spec in wanted.items())
+    onnx.checker.check_model(bare)  # operators of com.microsoft are unknown to it and skipped
+    return proto
 
 
 def _name(model: ir.Model) -> None:

@@ -15,6 +15,7 @@ and a Cast in the graph would not do: ONNX Runtime 1.31 reads scales that are no
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fewbits.activations import Activation
+    from fewbits.artifact import Artifact
     from fewbits.formats import Format, Parts, Shape
+    from fewbits.model import Weight
+    from fewbits.progress import Progress
 
 _BITS = (2, 4, 8)
 _SIZES = (256, 128, 64, 32, 16)  # block sizes that MatMulNBits takes
@@ -89,6 +93,18 @@ def store(fmt: Format, shape: Shape, accuracy_level: int, activation: Activation
     found = blocks(fmt, shape[1]) if fmt.levels and not activation else None
     assert not isinstance(found, str), found
     return Store(fmt, shape, found, accuracy_level, activation)
+
+
+def specs(stores: Mapping[str, Store]) -> dict[str, Spec]:
+    """Of every array, by the name that it has in the file."""
+    return {f"{weight}.{part}": spec for weight, store in stores.items() for part, spec in store.specs().items()}
+
+
+def arrays(artifact: Artifact, stores: Mapping[str, Store], progress: Progress[Weight]) -> Iterator[tuple[str, Tensor]]:
+    """The same, with one weight in memory at a time."""
+    for weight in progress(artifact.weights, len(artifact.weights), "writing onnx"):
+        for part, tensor in stores[weight.name].arrays(artifact.parts(weight)).items():
+            yield f"{weight.name}.{part}", tensor
 
 
 def blocks(fmt: Format, cols: int) -> Blocks | str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fewbits.formats import Spec
-from fewbits.targets.onnx import beside
+from fewbits.targets.onnx import beside, storage
 from fewbits.targets.onnx_genai import rotary
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def table(part: str, kind: str) -> str:
 
 
 def layout(artifact: Artifact | Draft, stores: Mapping[str, Store], decoder: Decoder) -> dict[str, Array]:
-    return beside.layout(_specs(artifact, stores, decoder), FILE)
+    return beside.layout(dict(_specs(artifact, stores, decoder)), FILE)
 
 
 def write(
@@ -44,9 +44,7 @@ def write(
     """One weight in memory at a time."""
 
     def arrays() -> Iterator[tuple[str, Tensor]]:
-        for weight in progress(artifact.weights, len(artifact.weights), "writing onnx"):
-            for part, tensor in stores[weight.name].arrays(artifact.parts(weight)).items():
-                yield f"{weight.name}.{part}", tensor
+        yield from storage.arrays(artifact, stores, progress)
         for name in artifact.rest:
             yield name, _kept(artifact, name, decoder)
         for kind in decoder.tables:
@@ -59,9 +57,7 @@ def write(
 
 
 def _specs(artifact: Artifact | Draft, stores: Mapping[str, Store], decoder: Decoder) -> Iterator[tuple[str, Spec]]:
-    for weight in artifact.weights:
-        for part, spec in stores[weight.name].specs().items():
-            yield f"{weight.name}.{part}", spec
+    yield from storage.specs(stores).items()
     for name in artifact.rest:
         yield name, Spec("float32", tuple(artifact.tensor(name).shape))
     for kind in decoder.tables:
