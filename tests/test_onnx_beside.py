@@ -23,7 +23,7 @@ from fewbits.files import Staged, beside
 from fewbits.formats import Spec
 from fewbits.onnx_files.reading import size_of
 from fewbits.progress import silent
-from fewbits.targets.onnx import Onnx, inside
+from fewbits.targets.onnx import Onnx, inside, reading
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -117,6 +117,27 @@ def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
     found = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
     assert found.keys() == specs.keys()
     assert all(array.shape == specs[name].shape and (array == array.shape[0]).all() for name, array in found.items())
+
+
+def test_a_file_is_read_without_its_values(both: tuple[Path, Path]) -> None:
+    for path in both:
+        whole, bare = onnx.load(path, load_external_data=False), inside.read(path)
+        inner = [tensor for tensor in whole.graph.initializer if tensor.HasField("raw_data")]
+        assert inner
+        for tensor in inner:
+            tensor.ClearField("raw_data")
+        assert bare == whole
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\x3a\x7f", b"\x3a", b"\x3b\x00", b"\xff" * 11, b"\x3a\x03\x2a\x7f\x00", b"\x39\x00", b"\x08\x01" * (1 << 21)],
+    ids=["length beyond its end", "no length", "group", "long number", "array beyond its graph", "half a double", "too many fields"],
+)
+def test_what_is_no_message_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").write_bytes(content)
+    with pytest.raises(InputError, match="cannot be read as ONNX"):
+        reading.read(tmp_path / "m.onnx")
 
 
 def test_a_graph_whose_data_is_gone_is_refused(both: tuple[Path, Path], tmp_path: Path) -> None:

@@ -54,11 +54,7 @@ def run(told: Mapping[str, Any]) -> dict[str, Any]:
     except OSError as failure:
         if not is_full_disk(failure):
             return {"failed": traceback.format_exc()}
-        where, hint = (
-            f"a disk is full: {failure} (worker on {platform.node()})",
-            "free some space there or in the store, and run the same again",
-        )
-        return {"error": where, "hint": hint, "missing": True}
+        return {"error": f"a disk is full: {failure} (worker on {platform.node()})", "hint": _FULL, "missing": True}
     except Exception:
         return {"failed": traceback.format_exc()}
     finally:

@@ -13,6 +13,7 @@ from onnx import external_data_helper, numpy_helper
 from fewbits.checkpoints.folder import first_line, inside
 from fewbits.errors import InputError
 from fewbits.onnx_files import finding
+from fewbits.targets.onnx.inside import read as without_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,21 +111,21 @@ def array_of(tensor: Any, path: Path) -> Any:
 
 def check_graph(path: Path) -> None:
     """That a file can be parsed, and keeps its tensors in its folder: what must be known before native code opens it."""
-    proto = _graph_of(path)
+    proto = _graph_of(path, values=False)
     _check_nodes(path, proto)
     _check_beside(path, _beside(proto))
 
 
 def size_of(path: Path) -> int:
     """Of the file and of those beside it that hold its tensors."""
-    return sum((path.parent / name).stat().st_size for name in [path.name, *_beside(_graph_of(path))])
+    return sum((path.parent / name).stat().st_size for name in [path.name, *_beside(_graph_of(path, values=False))])
 
 
-def _graph_of(path: Path) -> Any:
+def _graph_of(path: Path, values: bool = True) -> Any:
     if not path.is_file():
         raise InputError(f"there is no file `{path}`", "give an .onnx file")
     try:
-        proto = onnx.load(path, load_external_data=False)
+        proto = onnx.load(path, load_external_data=False) if values else without_values(path)
     except Exception as failure:
         raise InputError(f"`{path}` cannot be read as ONNX: {failure}", _DAMAGED) from failure
     if not proto.graph.node:

@@ -4,12 +4,15 @@ Protobuf takes the fields of a message in any order. So the graph is written wit
 
     model, all but its graph | graph: length, all but the arrays | array: length, name and type and shape, values | array ...
 
-Every length stands before what it counts. Sizes are known from shapes, so none has to wait for the values.
+Every length stands before what it counts. Sizes are known from shapes, so none has to wait for the values. In the same way a file is
+read without its values: `onnx.load` would hold them twice.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import onnx
@@ -25,6 +28,8 @@ _GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
 _ARRAY = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
 _VALUES = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
 _BYTES = 2  # protobuf's wire type of what has a length
+_FIXED = {1: 8, 5: 4}  # and bytes of those that need none
+_FIELDS = 1 << 20  # that a file may have: a graph of 10,000 nodes has 20,000
 
 
 def nbytes(proto: Any, specs: Mapping[str, Spec]) -> int:
@@ -50,6 +55,67 @@ def write(stream: BinaryIO, proto: Any, specs: Mapping[str, Spec], arrays: Itera
         stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
         del tensor  # before the next one is made
     assert not pending, sorted(pending)
+
+
+def read(path: Path) -> Any:
+    """The message in a file, without the values of its arrays. Raises ValueError or onnx's own error where it is none."""
+    with path.open("rb") as file:
+        if not file.seek(0, 2):
+            return onnx.ModelProto()  # nothing is a message too, and cannot be mapped
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return onnx.ModelProto.FromString(_without_values(content))
+
+
+def _without_values(content: mmap.mmap) -> bytes:
+    kept, left = bytearray(), iter(range(_FIELDS))
+    for number, start, value, end in _fields(content, 0, len(content), left):
+        if number != _GRAPH:
+            kept += content[start:end]
+            continue
+        graph = bytearray()
+        for inner, begins, inside, ends in _fields(content, value, end, left):
+            if inner != _ARRAY:
+                graph += content[begins:ends]
+                continue
+            parts = [content[a:b] for which, a, _, b in _fields(content, inside, ends, left) if which != _VALUES]
+            graph += _before(_ARRAY, sum(map(len, parts))) + b"".join(parts)
+        kept += _before(_GRAPH, len(graph)) + graph
+    return bytes(kept)
+
+
+def _fields(content: mmap.mmap, at: int, end: int, left: Iterator[int]) -> Iterator[tuple[int, int, int, int]]:
+    """(number, start, start of its value, end) of each."""
+    while at < end:
+        if next(left, None) is None:
+            raise ValueError(f"it has more than {_FIELDS:,} fields")
+        start = at
+        tag, at = _number(content, at, end)
+        kind, value = tag & 7, at
+        if kind == _BYTES:
+            length, value = _number(content, at, end)
+            at = value + length
+        elif kind == 0:
+            _, at = _number(content, at, end)
+        elif kind in _FIXED:
+            at += _FIXED[kind]
+        else:
+            raise ValueError(f"a field at byte {start:,} is of the unknown type {kind}")
+        if at > end:
+            raise ValueError(f"a field at byte {start:,} goes beyond its end")
+        yield tag >> 3, start, value, at
+
+
+def _number(content: mmap.mmap, at: int, end: int) -> tuple[int, int]:
+    """A number in groups of seven bits, and where it ends."""
+    value = 0
+    for place in range(10):
+        if at >= end:
+            raise ValueError("a number goes beyond its end")
+        octet = content[at]
+        value, at = value | (octet & 127) << 7 * place, at + 1
+        if octet < 128:
+            return value, at
+    raise ValueError("a number has more than 64 bits")
 
 
 def _arrays(specs: Mapping[str, Spec]) -> int:

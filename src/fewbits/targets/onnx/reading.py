@@ -54,12 +54,12 @@ def written_as(fmt: Format, cols: int, activation: Activation | None = None) -> 
 
 
 def read(path: Path) -> Any:
-    """The graph, without what lies beside it. A folder has it as model.onnx."""
-    import onnx
+    """The graph without the values of its arrays, in the file or beside it. A folder has it as model.onnx."""
+    from fewbits.targets.onnx import inside
 
     file = path / "model.onnx" if path.is_dir() else path
     try:
-        return onnx.load(file, load_external_data=False)
+        return inside.read(file)
     except Exception as failure:
         raise InputError(f"`{file}` cannot be read as ONNX: {failure}", "the file is missing or damaged") from failure
 
