@@ -48,7 +48,7 @@ def test_every_way_to_name_a_size_is_read(text: str, size: budgets.Size) -> None
         ("-4.5bpw", "not a size", "4.5bpw"),
         ("-3GB", "not a size", "3.2GB"),
         ("+3GB", "not a size", "3.2GB"),
-        ("0GB", "less than a byte", "3.2GB"),
+        ("0GB", "is nothing", "3.2GB"),
         ("0.0001B", "less than a byte", "3.2GB"),
         ("nan", "not a size", "4.5bpw"),
         ("NaNbpw", "not a size", "4.5bpw"),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fewbits import formats, kernels, machines
+from fewbits.checkpoints import limits
 from fewbits.checkpoints.folder import inside, plain, read_json
 from fewbits.errors import InputError
 from fewbits.files import sha256_of, to_json
@@ -112,7 +113,7 @@ def read(folder: Path) -> Manifest:
             schema=schema,
         )
         _check_rows(found)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as failure:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as failure:
         raise InputError(f"`{path}` is damaged: {failure!r}", HINT) from failure
     for name in {*found.shard_of.values(), *found.files}:
         if not plain(name):  # an artifact must not lead out of its folder
@@ -145,6 +146,8 @@ def check_files(folder: Path, found: Manifest) -> None:
     for name, stored in found.files.items():
         check_size(folder / name, stored)
         if name not in found.shards:
+            if stored.bytes > limits.TABLE:
+                raise InputError(f"`{folder / name}` has {stored.bytes:,} bytes and holds no weights", "do not trust this artifact")
             check_hash(folder / name, stored)
 
 

@@ -220,8 +220,8 @@ def quantize(
             commands=results.commands(quantize, asked), memory=memory, progress=progress,
         )  # fmt: skip
         result = replace(result, gathered=gathered)
-        results.write(work, result.to_dict())
         provenance.record(path)
+        results.write(work, result.to_dict())
         kept.drop_step(REFERENCE)  # large, and soon made again
         kept.forget_unused()
         return result

@@ -52,7 +52,7 @@ def check(path: Path, progress: Progress[Any] = silent) -> bool:
         if content["schema"] != SCHEMA:
             return False  # another version's: nothing is known
         known = {str(name): (int(row["bytes"]), str(row["sha256"])) for name, row in content["files"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as failure:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as failure:
         raise InputError(f"`{place}` is damaged: {failure!r}", "remove it") from failure
     found = _files(path)
     if other := sorted(found.keys() ^ known.keys()):

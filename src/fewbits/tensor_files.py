@@ -7,6 +7,9 @@ tensors.
 from __future__ import annotations
 
 import json
+import math
+import os
+from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SafetensorError", "TensorFile"]
 
+_DIMENSIONS = 16
+
 
 class TensorFile:
     """What is not sound raises SafetensorError or OSError, here and in every call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._spans = _spans(path)
         self._checked: Any = safe_open(path, framework="numpy")  # offsets and sizes too
 
     def keys(self) -> list[str]:
@@ -59,16 +65,46 @@ class TensorFile:
             raise SafetensorError(f"`{name}` has a shape that no tensor has") from failure
 
     @cached_property
-    def _spans(self) -> dict[str, tuple[int, int]]:
-        """First byte of each tensor, and the one after its last."""
-        with self.path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        said = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-        return {name: (8 + length + begins, 8 + length + ends) for name, (begins, ends) in said.items()}
-
-    @cached_property
     def _mapped(self) -> Any:
         import torch
 
         return torch.UntypedStorage.from_file(str(self.path), False, self.path.stat().st_size)
+
+
+def _spans(path: Path) -> dict[str, tuple[int, int]]:
+    """First byte of each tensor, and the one after its last. Checked here is what the library does not: that the header takes no more
+    room in memory than an honest one, that every name is there once (the library takes the last of two, another reader the first), and
+    that shapes are ones which a tensor can have (it takes any with a 0 in it)."""
+    length, header = _header(path)
+    try:
+        said = json.loads(header, object_pairs_hook=_each_once)
+        found = {name: (entry["shape"], entry["data_offsets"]) for name, entry in said.items() if name != "__metadata__"}
+        for name, (shape, _) in found.items():
+            if len(shape) > _DIMENSIONS or math.prod(size or 1 for size in shape) >= 1 << 62:
+                raise SafetensorError(f"no tensor has the shape of `{name}`")
+        return {name: (8 + length + begins, 8 + length + ends) for name, (_, (begins, ends)) in found.items()}
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as failure:
+        raise SafetensorError(f"its header is not valid: {failure!r}") from failure
+
+
+def _header(path: Path) -> tuple[int, bytes]:
+    from fewbits.checkpoints import limits
+
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > os.fstat(file.fileno()).st_size - 8:
+            raise SafetensorError(f"its header of {length:,} bytes goes beyond its end")
+        if length > limits.TEXT:
+            raise SafetensorError(f"its header has {length:,} bytes, more than {limits.TEXT:,}")
+        header = file.read(length)
+    limits.check_decoded(header, path)
+    if limits.values_in(header) > limits.VALUES:
+        raise SafetensorError(f"its header holds more than {limits.VALUES:,} values")
+    return length, header
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise SafetensorError(f"`{Counter(name for name, _ in pairs).most_common(1)[0][0]}` is there twice")
+    return found

@@ -43,7 +43,7 @@ def _header(path: Path) -> None:
 
 
 def _safetensors(path: Path) -> None:
-    opened = folder._open_shard(path)
+    opened = folder.open_shard(path)
     for name in opened.keys():  # noqa: SIM118
         with suppress(SafetensorError):  # a type that torch has not: named when the model is opened
             opened.tensor(name).flatten().view(torch.uint8).sum()

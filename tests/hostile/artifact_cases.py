@@ -115,6 +115,13 @@ def weights_without_a_hash(folder: Path, benign: Benign) -> None:
 
 
 @case("artifact")
+def infinite_version(folder: Path, benign: Benign) -> None:
+    """a format in version infinity"""
+    path = copied(folder, benign) / "fewbits.json"
+    path.write_text(path.read_text().replace('"formats"', '"formats": {"q4_0": 1e999}, "other"', 1))
+
+
+@case("artifact")
 def files_of_numbers(folder: Path, benign: Benign) -> None:
     """files whose hashes are numbers"""
     edited(copied(folder, benign) / "fewbits.json", lambda about: about["files"].update({SHARD: {"bytes": "many", "sha256": 7}}))

@@ -175,6 +175,25 @@ def secret_through_a_link(folder: Path, benign: Benign) -> None:
     (copied(folder, benign) / "special_tokens_map.json").symlink_to(secret)
 
 
+@case("folder", passes=("inspect", "verify"))
+def one_name_in_two_shards(folder: Path, benign: Benign) -> None:
+    """a tensor that two shards hold: transformers loads the one, whoever asks the index the other"""
+    tensors = load_file(copied(folder, benign) / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    twice = "model.layers.0.mlp.down_proj.weight"
+    save_file(tensors, folder / "a.safetensors")
+    save_file({twice: torch.full_like(tensors[twice], 7.0)}, folder / "b.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "a.safetensors") | {twice: "b.safetensors"}}))
+
+
+@case("folder")
+def weights_in_two_forms(folder: Path, benign: Benign) -> None:
+    """model.safetensors, which transformers loads, and an index that leads to other weights"""
+    tensors = load_file(copied(folder, benign) / "model.safetensors")
+    save_file(tensors, folder / "other.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "other.safetensors")}))
+
+
 @case("folder")
 def shard_with_a_zero_byte(folder: Path, benign: Benign) -> None:
     """a name that ends early for whoever reads it in C"""

@@ -342,6 +342,12 @@ def parts_without_end(folder: Path, benign: Benign) -> Path:
 
 
 @case("gguf")
+def infinite_parts(folder: Path, benign: Benign) -> Path:
+    """a number of parts that is infinite"""
+    return rewritten(folder, benign, {"split.count": (F32, float("inf"))})
+
+
+@case("gguf")
 def number_of_parts_is_no_number(folder: Path, benign: Benign) -> Path:
     """a number of parts that is a list"""
     return rewritten(folder, benign, {"split.count": (U32, [1, 2])})

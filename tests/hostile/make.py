@@ -7,6 +7,7 @@ from pathlib import Path
 
 import artifact_cases
 import benign
+import compressed_cases
 import config_cases
 import data_cases
 import folder_cases
@@ -19,7 +20,8 @@ from benign import Benign
 from cases import CASES, Case
 
 MODULES = (  # importing them fills CASES
-    artifact_cases, config_cases, data_cases, folder_cases, gguf_cases, onnx_cases, plan_cases, statistics_cases, vast_cases,
+    artifact_cases, compressed_cases, config_cases, data_cases, folder_cases, gguf_cases, onnx_cases, plan_cases, statistics_cases,
+    vast_cases,
 )  # fmt: skip
 
 # kind -> verb -> its words. {x}: the hostile file; {model}, {gguf} ...: honest ones; {out}: a place to write to
@@ -62,6 +64,7 @@ VERBS: dict[str, dict[str, str]] = {
         "verify": "verify {x} --against {model} --data {text} --tokens 64 --length 32",
         "run": "run {x} hello -n 2",
     },
+    "compressed": {"inspect": "inspect {x}"},
     "data": {"calibrate": "calibrate {model} -o {out}/s --data {x} --samples 4 --length 32 --no-gradients"},
     "arrays": {"verify": "verify {graph} --against {graph} --data {x}"},
 }

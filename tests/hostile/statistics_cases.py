@@ -144,3 +144,21 @@ def sum_of_nan(folder: Path, benign: Benign) -> None:
 def sum_of_two_widths(folder: Path, benign: Benign) -> None:
     """statistics to be added to others, of another width"""
     counted(folder, benign, "fisher_square", lambda square: square[:, :32], "gradient")
+
+
+@case("merged statistics")
+def sum_of_other_experts(folder: Path, benign: Benign) -> None:
+    """statistics to be added to others, that count experts which those do not have"""
+    told(folder, benign, lambda about: about.update(experts={"model.layers.0.mlp": [1, 2, 3]}))
+
+
+@case("merged statistics")
+def experts_of_texts(folder: Path, benign: Benign) -> None:
+    """statistics to be added to others, whose experts are no numbers"""
+    told(folder, benign, lambda about: about.update(experts={"model.layers.0.mlp": ["a", None]}))
+
+
+@case("statistics")
+def infinite_tokens(folder: Path, benign: Benign) -> None:
+    """a run of infinitely many tokens"""
+    told(folder, benign, lambda about: about["runs"][0].update(tokens=float("inf")))

@@ -6,6 +6,9 @@ import json
 import struct
 from pathlib import Path
 
+import artifact_cases
+import onnx
+from artifact_cases import SHARD, resealed
 from benign import Benign
 from cases import case
 from folder_cases import INDEX, copied, safetensors
@@ -122,3 +125,53 @@ def million_tensors(folder: Path, _: Benign) -> Path:
 def name_of_a_megabyte(folder: Path, _: Benign) -> Path:
     """a tensor whose name has a million letters, in a message that says so"""
     return saved(folder, (header(1) + text(b"n" * 1_000_000) + struct.pack("<I2QIQ", 2, 32, 1 << 40, 0, 0)).ljust(1 << 21, b"\0"))
+
+
+@case("folder")
+def config_of_small_objects(folder: Path, benign: Benign) -> None:
+    """a config.json of 7 MB that takes 200 in memory, twice: objects of one entry"""
+    said = json.loads((copied(folder, benign) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said)[:-1] + ', "x": [' + ",".join(['{"":0}'] * 990_000) + "]}")
+
+
+@case("tokenizer")
+def tokenizer_of_small_objects(folder: Path, benign: Benign) -> None:
+    """a tokenizer.json of 23 MB that takes 700 in memory"""
+    said = (copied(folder, benign) / "tokenizer.json").read_text().rstrip()
+    (folder / "tokenizer.json").write_text(said[:-1] + ', "x": [' + ",".join(['{"":0}'] * 3_300_000) + "]}")
+
+
+@case("gguf")
+def tokens_of_wide_letters(folder: Path, _: Benign) -> Path:
+    """two million tokens of two letters, each of four bytes"""
+    token = text("\N{GRINNING FACE}".encode() * 2)
+    return saved(folder, header(0, 1) + key("k", ARRAY, struct.pack("<IQ", STRING, 1_990_000) + token * 1_990_000))
+
+
+@case("artifact")
+def header_of_empty_tensors(folder: Path, benign: Benign) -> None:
+    """weights whose header has 1.4 million tensors of nothing, with the right hash"""
+    path = artifact_cases.copied(folder, benign) / SHARD
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    empty = ",".join(f'"{i:x}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(1_400_000))
+    head = b"{" + empty.encode() + b"," + content[9 : 8 + length]
+    path.write_bytes(len(head).to_bytes(8, "little") + head + content[8 + length :])
+    resealed(folder)
+
+
+@case("artifact")
+def file_that_is_a_hole(folder: Path, benign: Benign) -> None:
+    """a file of 40 GB beside the weights, to be hashed before anything is known"""
+    artifact_cases.copied(folder, benign)
+    hollow((folder / "extra.bin"), 40 * _GIGABYTE)
+    row = {"bytes": 40 * _GIGABYTE, "sha256": "0" * 64}
+    artifact_cases.edited(folder / "fewbits.json", lambda about: about["files"].update({"extra.bin": row}))
+
+
+@case("onnx")
+def text_that_is_a_hole(folder: Path, benign: Benign) -> Path:
+    """a graph with a comment of a gigabyte"""
+    path = folder / "model.onnx"
+    path.write_bytes(benign.graph.read_bytes() + bytes([onnx.ModelProto.DOC_STRING_FIELD_NUMBER << 3 | 2, 0x80, 0x80, 0x80, 0x80, 4]))
+    return hollow(path, path.stat().st_size + _GIGABYTE)

@@ -53,8 +53,9 @@ class Statistics:
                 raise InputError(f"`{folder}` has schema {self.about['schema']}, this fewbits reads schema {SCHEMA}", _HINT)
             self._weights: dict[str, dict[str, Any]] = {str(name): _row(row) for name, row in self.about["weights"].items()}
             self.about["runs"] = [_run(run) for run in self.about["runs"]]
+            self.about["experts"] = {str(name): [int(n) for n in counts] for name, counts in self.about.get("experts", {}).items()}
             self.about["model_sha256"] = str(self.about.get("model_sha256", ""))  # of nothing: that of no model
-        except (KeyError, TypeError, ValueError, AttributeError) as failure:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as failure:
             raise InputError(f"`{folder / ABOUT}` is damaged: {failure!r}", _HINT) from failure
 
     def expect(self, weights: Iterable[Weight]) -> Statistics:
@@ -181,6 +182,8 @@ def merge(folders: list[Path], out: Path) -> Statistics:
             raise InputError(f"`{other.folder}` is of another model than `{first.folder}`", "merge statistics of one model")
         if other._weights != first._weights:
             raise InputError(f"`{other.folder}` was taken with other options than `{first.folder}`", "use the same options for both")
+        if _counted(other) != _counted(first):
+            raise InputError(f"`{other.folder}` counts other experts than `{first.folder}`", "merge statistics of one model")
     with Staged(out, marker=ABOUT) as folder:
         folder.mkdir()
         for path in sorted(first.folder.glob("*.safetensors")):
@@ -191,6 +194,10 @@ def merge(folders: list[Path], out: Path) -> Statistics:
         }
         (folder / ABOUT).write_text(json.dumps(first.about | {"runs": runs, "experts": experts}, indent=1))
     return Statistics(out)
+
+
+def _counted(found: Statistics) -> dict[str, int]:
+    return {name: len(counts) for name, counts in found.about["experts"].items()}
 
 
 def _merge_files(paths: list[Path], out: Path) -> None:

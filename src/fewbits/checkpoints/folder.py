@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
-from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"  # where transformers looks first: what lies beside it is another form of the model, or an adapter
 _CAST = {"F16": "fp16", "BF16": "bf16", "F32": "fp32", "F64": "fp32"}
 _ASSETS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 _DAMAGED = "the file is truncated or damaged; fetch it again"
-_DIMENSIONS = 16
 _PIECE = 1 << 20
 _LONGEST_NAME = 255  # bytes: of every file system in use
 _POOLING = "1_Pooling/config.json"  # sentence-transformers
@@ -39,10 +37,11 @@ class Folder:
         from transformers import AutoConfig
 
         file = inside(self.path, self.path / "config.json")
-        text = read_json(file, "is this the folder of a model? it should hold config.json and *.safetensors")
-        if not isinstance(text, dict) or "model_type" not in text:
+        said = read_json(file, "is this the folder of a model? it should hold config.json and *.safetensors", limits.CONFIG)
+        if not isinstance(said, dict) or "model_type" not in said:
             raise InputError(f"`{file}` names no model_type", "it should be the config.json of a transformers model")
-        limits.check(text, len(self._shard_of), file)
+        limits.check(said, len(self._shard_of), file)
+        del said  # transformers reads it once more
         try:
             return AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as failure:
@@ -78,12 +77,13 @@ class Folder:
 
     def files(self) -> list[Path]:
         shards = sorted(set(self._shard_of.values()))
-        return [self.path / name for name in ["config.json", *shards]]
+        index = [_INDEX] if (self.path / _INDEX).exists() else []  # it says which shard a tensor is read from
+        return [self.path / name for name in ["config.json", *index, *shards]]
 
     def _file(self, name: str) -> TensorFile:
         shard = self._shard_of[name]
         if shard not in self._open:
-            self._open[shard] = _open_shard(self.path / shard)
+            self._open[shard] = open_shard(self.path / shard)
         return self._open[shard]
 
 
@@ -97,7 +97,7 @@ def read_text(path: Path, hint: str, longest: int = limits.TABLE) -> str:
                 raise InputError(f"`{path}` has {size:,} bytes, more than {longest:,}", "no honest file of this kind is so large")
             while (piece := file.read(_PIECE)) and len(content) <= size:
                 if b"\0" in piece:  # a hole: no text has one, and a gigabyte of it takes no room on the disk
-                    raise InputError(f"`{path}` is not a text: it holds zeros", hint)
+                    raise InputError(f"`{path}` is not UTF-8 text: it holds zeros", hint)
                 content += piece
         limits.check_decoded(content, path)
         return content.decode("utf-8")
@@ -110,7 +110,7 @@ def read_text(path: Path, hint: str, longest: int = limits.TABLE) -> str:
 
 
 def read_json(path: Path, hint: str, values: int = limits.VALUES) -> Any:
-    text = read_text(path, hint, limits.TEXT)
+    text = read_text(path, hint, limits.TEXT if values < limits.TABLES else limits.TABLE)
     if (found := limits.values_in(text)) > values:
         raise InputError(f"`{path}` holds {found:,} values, more than {values:,}", "no honest file of this kind is so large")
     try:
@@ -157,60 +157,40 @@ def _shards(path: Path) -> dict[str, str]:
                 raise InputError(f"`{index}` names a shard outside its folder: {shard[:300]!a}", "do not trust this checkpoint")
             if not (path / shard).is_file():
                 raise InputError(f"shard `{shard}` is missing from `{path}`", "the download is incomplete; fetch it again")
-        held = {shard: set(_open_shard(path / shard).keys()) for shard in set(weight_map.values())}
+        if (path / _SINGLE).exists() and _SINGLE not in weight_map.values():  # transformers would load that
+            raise InputError(f"`{path}` holds {_SINGLE} and an index of other shards", "remove the one that does not belong to the model")
+        held = _held(path, sorted(set(weight_map.values())))
         for name, shard in weight_map.items():
-            if name not in held[shard]:
+            if held.get(name) != shard:
                 raise InputError(
                     f"`{name}` should be in `{shard}`, but is not", "index and shards do not belong together; fetch both again"
                 )
         return dict(sorted(weight_map.items()))
-    single = sorted(path.glob("*.safetensors"))
+    single = [path / _SINGLE] if (path / _SINGLE).exists() else sorted(path.glob("*.safetensors"))
     if not single:
         pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern))
         if pickled:
             hint = "pickled checkpoints can run code when opened: convert to safetensors first (transformers' `save_pretrained` does)"
             raise InputError(f"`{path}` holds only pickled weights ({pickled[0]})", hint)
         raise InputError(f"`{path}` holds no *.safetensors", "give the folder that holds config.json and the weights")
-    return {name: file.name for file in single for name in sorted(_open_shard(file).keys())}
+    return _held(path, [file.name for file in single])
 
 
-def _open_shard(path: Path) -> TensorFile:
+def _held(path: Path, shards: list[str]) -> dict[str, str]:
+    """Every name once: of one that two shards hold, transformers takes the one, another reader the other."""
+    found: dict[str, str] = {}
+    for shard in shards:
+        for name in sorted(open_shard(path / shard).keys()):
+            if (other := found.setdefault(name, shard)) != shard:
+                raise InputError(f"`{name}` is in `{other}` and in `{shard}`", "remove the file that does not belong to the model")
+    return found
+
+
+def open_shard(path: Path) -> TensorFile:
     inside(path.parent, path)
     if not path.is_file():  # a pipe would be waited for
         raise InputError(f"`{path}` is not a file", "fetch it again")
-    _check_header(path)
     try:
         return TensorFile(path)
     except (SafetensorError, OSError) as failure:
         raise InputError(f"`{path}` cannot be read: {failure}", _DAMAGED) from failure
-
-
-def _check_header(path: Path) -> None:
-    """Every name once: safetensors takes the last of two, another reader the first. A shape that can be made: it takes any with a 0 in
-    it. All else it checks itself."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > os.fstat(file.fileno()).st_size - 8:
-            raise InputError(f"`{path}` cannot be read: its header of {length:,} bytes goes beyond its end", _DAMAGED)
-        if length > limits.TEXT:
-            raise InputError(f"`{path}` cannot be read: its header has {length:,} bytes, more than {limits.TEXT:,}", _DAMAGED)
-        header = file.read(length)
-    limits.check_decoded(header, path)
-    if limits.values_in(header) > limits.VALUES:
-        raise InputError(f"`{path}` cannot be read: its header holds more than {limits.VALUES:,} values", _DAMAGED)
-    try:
-        said = json.loads(header, object_pairs_hook=_each_once)
-    except (ValueError, RecursionError) as failure:
-        raise InputError(f"`{path}` cannot be read: its header is not valid: {failure}", _DAMAGED) from failure
-    for name, entry in said.items() if isinstance(said, dict) else ():
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        sizes = [size or 1 for size in shape if isinstance(size, int)] if isinstance(shape, list) else []
-        if len(sizes) > _DIMENSIONS or math.prod(sizes) >= 1 << 62:
-            raise InputError(f"`{path}` cannot be read: no tensor has the shape of `{name}`", _DAMAGED)
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"`{Counter(name for name, _ in pairs).most_common(1)[0][0]}` is there twice")
-    return found

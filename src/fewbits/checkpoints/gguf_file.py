@@ -45,7 +45,8 @@ class GgufFile:
 
     @cached_property
     def config(self) -> Any:
-        described = {name: value for name, value in self.fields.items() if not name.startswith("general.")}  # anybody's, and never a size
+        own = f"{self.fields.get('general.architecture')}."  # other keys are anybody's, and no module is made of them
+        described = {name: value for name, value in self.fields.items() if name.startswith(own)}
         limits.check(described, len(self._tensors), self.path)
         factors = {name: self._tensors[name].data.tolist() for name in architectures.FACTORS if name in self._tensors}
         try:
@@ -198,7 +199,7 @@ def _part_names(path: Path, count: int, number: int) -> list[Path]:
 def _number(header: Header, key: str) -> int:
     try:
         return int(header.fields[key].contents()) if key in header.fields else 0
-    except (TypeError, ValueError) as failure:
+    except (TypeError, ValueError, OverflowError) as failure:
         raise InputError(f"`{key}` is not a number", _DAMAGED) from failure
 
 

@@ -15,12 +15,15 @@ from typing import Any
 
 from fewbits.errors import InputError
 
-VALUES = 3_000_000  # of a JSON file: an object takes some 64 bytes in memory, however few it has in the file
+VALUES = 3_000_000  # of a JSON file: one takes some 64 bytes in memory, however few it has in the file
+CONFIG = 300_000  # of a config.json, which is parsed again by transformers; the names of every layer of a large mixture are 50,000
+TOKENIZER = 4_000_000  # 262,144 tokens and half a million merges, each a list of two, are 2.6 million
+TABLES = 30_000_000  # of what has a row for every weight: a mixture of 70,000 experts in two dozen formats
 TEXT = 64 << 20  # bytes of a JSON file: the tokenizer of the largest vocabulary (262,144 tokens) has 33 MB
 TABLE = 512 << 20  # of a table of sensitivities, which has a row for every weight and format
 _DECODED = 160 << 20  # bytes of such a text in memory
 TENSORS = 1 << 16  # of a GGUF, and keys: either takes a kilobyte
-ITEMS = 2_000_000  # in all its arrays: 262,144 tokens, their scores and types, and half a million merges are 1.3 million
+ITEMS = 1_600_000  # in all its arrays: 262,144 tokens, their scores and types, and half a million merges are 1.3 million
 HEADER = 32 << 20  # bytes before its tensors: these are 16 MB of texts
 _BLOCKS = 1000  # that a module is built of within a second, whether their tensors are there or not
 _PIECES = 50_000  # modules and parameters: a thousand blocks have 21,000
@@ -37,12 +40,13 @@ _SIZES = re.compile(
     r"size|dim|head|vocab|channel|embd|embed|length|position|rank|width|inner|ctx|factor|hidden|model|ffn"
     r"|theta|base|freq|seed|window|param|token|max|total|seq|chunk|scal|step|time|version|pixel|rate|sample"
 )  # the second line: numbers that are no sizes, and may be as large
+_ROOM = {",": 1, ":": 1, "[": 2, "{": 3}  # in values of 64 bytes, as Python 3.11 has them
 _HINT = "no honest file says so: do not trust it"
 
 
 def values_in(text: str | bytes) -> int:
-    """How many values a JSON text holds, at most."""
-    return sum(text.count(sign) for sign in "[{,:") if isinstance(text, str) else sum(text.count(sign) for sign in b"[{,:")
+    """How many values a JSON text holds, at most; one that holds others counts for the room that it takes."""
+    return sum(room * (text.count(sign) if isinstance(text, str) else text.count(sign.encode())) for sign, room in _ROOM.items())
 
 
 def check_decoded(content: bytes | bytearray, path: Path) -> None:

@@ -125,7 +125,8 @@ def _graph_of(path: Path, values: bool = True) -> Any:
     if not path.is_file():
         raise InputError(f"there is no file `{path}`", "give an .onnx file")
     try:
-        proto = onnx.load(path, load_external_data=False) if values else without_values(path)
+        proto = without_values(path)  # first: what else is vast in it is refused before it takes memory
+        proto = onnx.load(path, load_external_data=False) if values else proto
     except Exception as failure:
         raise InputError(f"`{path}` cannot be read as ONNX: {failure}", _DAMAGED) from failure
     if not proto.graph.node:

@@ -19,7 +19,6 @@ from fewbits.model import Weight
 
 SCHEMA = 1
 _BLOCK = "block"
-_VALUES = 30_000_000  # of a JSON file: a mixture of 70,000 experts in two dozen formats
 _CELL = {"kl", "spread", "method", "scores"}
 _HINT = "make it anew with `fewbits measure`"
 
@@ -101,8 +100,8 @@ class Sensitivity:
 
 def read(path: Path) -> Sensitivity:
     text = read_text(path, "`fewbits measure` writes one")
-    if (count := limits.values_in(text)) > _VALUES:
-        raise InputError(f"`{path}` holds {count:,} values, more than {_VALUES:,}", "no honest file of this kind is so large")
+    if (count := limits.values_in(text)) > limits.TABLES:
+        raise InputError(f"`{path}` holds {count:,} values, more than {limits.TABLES:,}", "no honest file of this kind is so large")
     try:
         found: Any = json.loads(text, object_hook=_made)
         if found["schema"] != SCHEMA:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fewbits.checkpoints import limits
 from fewbits.checkpoints.folder import read_json
 from fewbits.errors import InputError
 from fewbits.reporting.page.contents import (
@@ -35,7 +36,7 @@ _HINT = "`fewbits quantize` writes one into the folder OUT.work, `fewbits demo` 
 
 
 def read(path: Path) -> Results:
-    content: Any = read_json(path, _HINT)
+    content: Any = read_json(path, _HINT, limits.TABLES)
     return guarded(path, lambda: _demo(content) if "rows" in content else Results(_made(content)))
 
 

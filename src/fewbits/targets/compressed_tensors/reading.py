@@ -6,13 +6,14 @@ Any folder of these layouts will do, whoever wrote it; tensors that config.json 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits.checkpoints.folder import read_json
+from fewbits.checkpoints.folder import first_line, open_shard, read_json
 from fewbits.errors import InputError
 from fewbits.formats.microscaling import E2M1, E8M0
 from fewbits.targets.compressed_tensors.schemes import Scheme
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _HINT = "fetch the folder again, or write it anew with `fewbits export --to safetensors`"
 _CASTS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_PATIENCE = 2.0  # seconds
 _PARTS = re.compile(r"(.+)\.(weight_packed|weight_scale|weight_zero_point|weight_shape|weight_global_scale|input_scale|input_zero_point)$")
 
 
@@ -60,6 +62,13 @@ def types(path: Path) -> dict[str, str]:
 
 def contents(path: Path) -> list[Stored]:
     """From the headers alone, but for the shapes of packed weights; values are read when asked for."""
+    try:
+        return _contents(path)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, SafetensorError) as failure:
+        raise InputError(f"`{path}` contradicts itself: {first_line(failure)}", _HINT) from failure
+
+
+def _contents(path: Path) -> list[Stored]:
     files = _files(path)
     layers: dict[str, dict[str, str]] = {}  # of a quantized layer: its parts, and the tensors that they are
     for name in files:
@@ -68,9 +77,9 @@ def contents(path: Path) -> list[Stored]:
     for layer, parts in layers.items():
         if "weight_packed" not in parts and f"{layer}.weight" in files:
             parts["weight"] = f"{layer}.weight"
-    groups = _groups(path) if layers else []
+    groups, patterns = _groups(path) if layers else [], Patterns()
     inside = {name for parts in layers.values() for name in parts.values()}
-    found = [_quantized(files, layer, parts, groups) for layer, parts in layers.items()]
+    found = [_quantized(files, layer, parts, groups, patterns) for layer, parts in layers.items()]
     for name in files.keys() - inside:
         array = _array(files, name)
         found.append(Stored(name, _CASTS.get(array.dtype, array.dtype), array.shape, array.nbytes, partial(files[name].tensor, name)))
@@ -81,16 +90,15 @@ def _files(path: Path) -> dict[str, TensorFile]:
     """The file of every tensor, opened."""
     found: dict[str, TensorFile] = {}
     for file in sorted(path.glob("*.safetensors")):
-        try:
-            opened = TensorFile(file)
-        except (SafetensorError, OSError) as failure:
-            raise InputError(f"`{file}` cannot be read: {failure}", _HINT) from failure
+        opened = open_shard(file)
         found |= dict.fromkeys(opened.keys(), opened)
     return found
 
 
 def _array(files: dict[str, TensorFile], name: str) -> Array:
-    return Array(DTYPES[files[name].dtype(name)], files[name].shape(name))
+    if (stored := files[name].dtype(name)) not in DTYPES:
+        raise InputError(f"`{name}` is stored as {stored}", _HINT)
+    return Array(DTYPES[stored], files[name].shape(name))
 
 
 def _groups(path: Path) -> list[tuple[list[str], Scheme]]:
@@ -109,8 +117,10 @@ def _groups(path: Path) -> list[tuple[list[str], Scheme]]:
         raise InputError(f"`{path / 'config.json'}` does not say how its weights are quantized: {failure!r}", _HINT) from failure
 
 
-def _quantized(files: dict[str, TensorFile], layer: str, parts: dict[str, str], groups: list[tuple[list[str], Scheme]]) -> Stored:
-    scheme = next((scheme for targets, scheme in groups if any(_names(target, layer) for target in targets)), None)
+def _quantized(
+    files: dict[str, TensorFile], layer: str, parts: dict[str, str], groups: list[tuple[list[str], Scheme]], patterns: Patterns
+) -> Stored:
+    scheme = next((scheme for targets, scheme in groups if any(patterns.match(target, layer) for target in targets)), None)
     if scheme is None:
         raise InputError(f"`{layer}` is quantized, but no group of config.json names it", _HINT)
     arrays = {part: _array(files, name) for part, name in parts.items()}
@@ -133,11 +143,23 @@ def _quantized(files: dict[str, TensorFile], layer: str, parts: dict[str, str], 
     return Stored(layer, scheme.type, (rows, cols), sum(array.nbytes for array in arrays.values()), load)
 
 
-def _names(target: str, layer: str) -> bool:
-    """Layers by name or pattern; `Linear` means them all, since nothing else is quantized."""
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), layer) is not None
-    return target in (layer, "Linear")
+class Patterns:
+    """Layers by name or by an expression of the file's, which is a program: all of them together have seconds."""
+
+    def __init__(self) -> None:
+        self._ends = time.monotonic() + _PATIENCE
+
+    def match(self, target: str, layer: str) -> bool:
+        """`Linear` means them all, since nothing else is quantized."""
+        if not target.startswith("re:"):
+            return target in (layer, "Linear")
+        import regex
+
+        try:
+            return regex.match(target.removeprefix("re:"), layer, timeout=max(1e-3, self._ends - time.monotonic())) is not None
+        except (regex.error, TimeoutError) as failure:
+            said = first_line(failure) if isinstance(failure, regex.error) else "it does not come to an end"
+            raise InputError(f"config.json names layers by `{target[:100]}`: {said}", _HINT) from failure
 
 
 def _decoded(scheme: Scheme, shape: Shape, tensors: dict[str, Tensor]) -> Tensor:

@@ -67,6 +67,6 @@ def write(stream: BinaryIO, placed: Mapping[str, Array], arrays: Iterator[tuple[
         array = placed[name]
         assert (tuple(tensor.shape), str(tensor.dtype)) == (array.spec.shape, f"torch.{array.spec.dtype}"), name
         stream.write(bytes(array.offset - stream.tell()))
-        stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
+        stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         del tensor
     assert stream.tell() == nbytes(placed)

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 _GRAPH = onnx.ModelProto.GRAPH_FIELD_NUMBER
 _ARRAY = onnx.GraphProto.INITIALIZER_FIELD_NUMBER
 _VALUES = onnx.TensorProto.RAW_DATA_FIELD_NUMBER
+_KINDS = ("raw", "float", "int32", "string", "int64", "double", "uint64")
+_ALL_VALUES = {getattr(onnx.TensorProto, f"{kind.upper()}_DATA_FIELD_NUMBER") for kind in _KINDS}
 _BYTES = 2  # protobuf's wire type of what has a length
 _FIXED = {1: 8, 5: 4}  # and bytes of those that need none
+_GRAPH_BYTES = 128 << 20  # without values
 _FIELDS = 1 << 20  # that a file may have: a graph of 10,000 nodes has 20,000
 
 
@@ -52,7 +55,7 @@ def write(stream: BinaryIO, proto: Any, specs: Mapping[str, Spec], arrays: Itera
         assert (tuple(tensor.shape), str(tensor.dtype)) == (spec.shape, f"torch.{spec.dtype}"), name
         head = _head(name, spec)
         stream.write(_before(_ARRAY, len(head) + spec.nbytes) + head)
-        stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
+        stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         del tensor  # before the next one is made
     assert not pending, sorted(pending)
 
@@ -70,17 +73,23 @@ def _without_values(content: mmap.mmap) -> bytes:
     kept, left = bytearray(), iter(range(_FIELDS))
     for number, start, value, end in _fields(content, 0, len(content), left):
         if number != _GRAPH:
-            kept += content[start:end]
+            kept += _taken(content, start, end, kept)
             continue
         graph = bytearray()
         for inner, begins, inside, ends in _fields(content, value, end, left):
             if inner != _ARRAY:
-                graph += content[begins:ends]
+                graph += _taken(content, begins, ends, graph)
                 continue
-            parts = [content[a:b] for which, a, _, b in _fields(content, inside, ends, left) if which != _VALUES]
+            parts = [_taken(content, a, b, graph) for which, a, _, b in _fields(content, inside, ends, left) if which not in _ALL_VALUES]
             graph += _before(_ARRAY, sum(map(len, parts))) + b"".join(parts)
         kept += _before(_GRAPH, len(graph)) + graph
     return bytes(kept)
+
+
+def _taken(content: mmap.mmap, start: int, end: int, beside: bytearray) -> bytes:
+    if end - start + len(beside) > _GRAPH_BYTES:
+        raise ValueError(f"its graph has more than {_GRAPH_BYTES:,} bytes without its arrays")
+    return content[start:end]
 
 
 def _fields(content: mmap.mmap, at: int, end: int, left: Iterator[int]) -> Iterator[tuple[int, int, int, int]]:
