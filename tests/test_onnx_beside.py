@@ -24,6 +24,7 @@ from fewbits.formats import Spec
 from fewbits.onnx_files.reading import size_of
 from fewbits.progress import silent
 from fewbits.targets.onnx import Onnx, inside, reading
+from fewbits.targets.onnx.beside import octets
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -117,6 +118,22 @@ def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
     found = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}
     assert found.keys() == specs.keys()
     assert all(array.shape == specs[name].shape and (array == array.shape[0]).all() for name, array in found.items())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(2.5),
+        torch.tensor([3.0]).expand(1, 1),
+        torch.tensor([[1.0], [2.0]]).expand(2, 5),
+        torch.arange(6.0).view(2, 3).T,
+        torch.ones(0, 3),
+    ],
+    ids=["number", "one value", "spread", "transposed", "nothing"],
+)
+def test_values_are_written_in_order_however_they_lie_in_memory(tensor: torch.Tensor) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        assert list(octets(tensor.to(dtype))) == torch.tensor(tensor.flatten().tolist()).to(dtype).view(torch.uint8).tolist()
 
 
 def test_a_file_is_read_without_its_values(both: tuple[Path, Path]) -> None:

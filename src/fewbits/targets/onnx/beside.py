@@ -61,12 +61,20 @@ def nbytes(placed: Mapping[str, Array]) -> int:
     return max(array.end for array in placed.values())
 
 
+def octets(tensor: Tensor) -> memoryview:
+    """As they lie in a file. A copy, in order: scales may be one value with strides of 0, or a number without dimensions."""
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    flat.view(tensor.shape).copy_(tensor)
+    data: memoryview = flat.view(torch.uint8).numpy().data
+    return data
+
+
 def write(stream: BinaryIO, placed: Mapping[str, Array], arrays: Iterator[tuple[str, Tensor]]) -> None:
     """In the order of their places, each forgotten when it is written."""
     for name, tensor in arrays:
         array = placed[name]
         assert (tuple(tensor.shape), str(tensor.dtype)) == (array.spec.shape, f"torch.{array.spec.dtype}"), name
         stream.write(bytes(array.offset - stream.tell()))
-        stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        stream.write(octets(tensor))
         del tensor
     assert stream.tell() == nbytes(placed)

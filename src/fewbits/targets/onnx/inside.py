@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import onnx
-import torch
 
 from fewbits.formats import Spec
-from fewbits.targets.onnx.beside import TYPES
+from fewbits.targets.onnx.beside import TYPES, octets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +54,7 @@ def write(stream: BinaryIO, proto: Any, specs: Mapping[str, Spec], arrays: Itera
         assert (tuple(tensor.shape), str(tensor.dtype)) == (spec.shape, f"torch.{spec.dtype}"), name
         head = _head(name, spec)
         stream.write(_before(_ARRAY, len(head) + spec.nbytes) + head)
-        stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        stream.write(octets(tensor))
         del tensor  # before the next one is made
     assert not pending, sorted(pending)
 
