@@ -44,6 +44,7 @@ def test_a_sharded_checkpoint_is_the_same_model(embedded_model: model.Model, tmp
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     sharded = model.open(tmp_path)
     assert sharded.weights == embedded_model.weights
+    assert "model.safetensors.index.json" in {file.name for file in sharded.checkpoint.files()}  # its hash is the model's too
     assert torch.equal(logits(sharded.module()), logits(embedded_model.module()))
 
 

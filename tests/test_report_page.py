@@ -87,6 +87,10 @@ def test_each_outcome_has_its_word(limits: Thresholds, word: str, tmp_path: Path
     assert all(failure in seen.words for failure in results["verdict"]["failures"])
 
 
+def test_a_mixture_of_tens_of_thousands_of_weights_has_a_page(tmp_path: Path) -> None:
+    assert page_of(made_results.results() | {"more": [0] * 3_500_000}, tmp_path).words
+
+
 def test_a_file_that_was_not_run_says_so(tmp_path: Path) -> None:
     results = made_results.results() | {"verdict": None, "accumulation": None, "left_out": {"accumulation": "nothing was run"}}
     seen = page_of(results, tmp_path)
