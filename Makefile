@@ -1,7 +1,9 @@
-# Each target does all its own set-up: a venv in .venv, the native module, the runtimes that judge.
+# Each target does all its own set-up, and no more than it needs: a venv in .venv with fewbits, its native module and the runtimes that the
+# demo verifies in (.venv/ready); what tests, lint and docs need comes with them (.venv/test and so on).
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-NATIVE := CMakeLists.txt $(wildcard src/fewbits/kernels/native/*)
+NATIVE := CMakeLists.txt $(shell find src/fewbits/kernels/native -type f)
+CXX_FILES = $(shell find src/fewbits/kernels/native tests/kernels/native tests/fuzz -name '*.cc' -o -name '*.h' -o -name '*.inc')
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 2
 
@@ -10,13 +12,13 @@ export OMP_NUM_THREADS ?= 2
 demo: .venv/ready
 	$(BIN)/fewbits demo -o demo-out
 
-test: .venv/ready browser
-	FEWBITS_NEEDS_BROWSER=$(BROWSER_HERE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --ignore tests/gpu
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/gpu
+test: .venv/ready .venv/test browser
+	FEWBITS_NEEDS_BROWSER=$(BROWSER_HERE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --ignore tests/kernels/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/kernels/gpu
 
-test-all: .venv/ready browser
-	FEWBITS_NEEDS_BROWSER=$(BROWSER_HERE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/gpu
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/gpu
+test-all: .venv/ready .venv/test .venv/test-all browser
+	FEWBITS_NEEDS_BROWSER=$(BROWSER_HERE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/kernels/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/kernels/gpu
 
 # The report's page is tried in a real browser: Debian's package where it can be installed; elsewhere these tests are skipped, and say so.
 FIND_BROWSER := command -v chromium || command -v chromium-browser || command -v google-chrome
@@ -27,8 +29,8 @@ browser:
 	  echo 'no chromium: the tests of the report in a browser are skipped; sudo apt-get install chromium'
 
 # Every kernel for GPUs, compiled for every architecture, and the tables of docs/kernels.md made anew: some twenty minutes.
-bench-gpu-compile: .venv/ready
-	$(BIN)/python -m fewbits.kernels.triton.listing docs/kernels.md
+bench-gpu-compile: .venv/ready .venv/test
+	$(BIN)/python -m fewbits.benchmarks.gpu.compiled docs/kernels.md
 
 # Peak memory and time of the whole way against the size of the model: build/scale/scaling.svg.
 bench-scale: .venv/ready
@@ -41,37 +43,40 @@ bench-workers: .venv/ready
 
 # Kernels of AArch64 in an emulator; needs a cross compiler and qemu, says so, and is no part of `make test`.
 test-neon:
-	$(MAKE) -C tests/native neon
+	$(MAKE) -C tests/kernels/native neon
 
 # The kernels of this processor under the compiler's sanitizers: addresses and undefined behaviour, then threads.
 test-sanitized:
-	$(MAKE) -C tests/native sanitized
+	$(MAKE) -C tests/kernels/native sanitized
 
 # The site, in build/site; a broken link or a missing page is an error.
-docs: .venv/ready
+docs: .venv/ready .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Quantize and verify 200 times, in one process and in several: nothing may grow.
-soak: .venv/ready
+soak: .venv/ready .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python tools/soak.py
 
 # Readers of files under atheris, native decoders under libFuzzer, SECONDS each; needs clang, and says so.
 SECONDS ?= 60
-fuzz: .venv/ready
+fuzz: .venv/ready .venv/test
 	$(MAKE) -C tests/fuzz clang
 	$(MAKE) -C tests/fuzz readers PYTHON=$(CURDIR)/$(BIN)/python SECONDS=$(SECONDS)
 	$(MAKE) -C tests/fuzz decoders SECONDS=$(SECONDS)
 
-lint: .venv/ready
+lint: .venv/ready .venv/lint
 	$(BIN)/ruff check src tests tools examples
 	$(BIN)/ruff format --check src tests tools examples
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h src/fewbits/kernels/native/*.inc tests/native/*.cc tests/native/*.h tests/fuzz/*.cc tests/fuzz/*.h)
+	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python tools/draw_rooms.py --check
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
-format: .venv/ready
+format: .venv/ready .venv/lint
 	$(BIN)/ruff check --fix src tests tools examples
 	$(BIN)/ruff format src tests tools examples
-	$(BIN)/clang-format -i $(wildcard src/fewbits/kernels/native/*.cc src/fewbits/kernels/native/*.h src/fewbits/kernels/native/*.inc tests/native/*.cc tests/native/*.h tests/fuzz/*.cc tests/fuzz/*.h)
+	$(BIN)/clang-format -i $(CXX_FILES)
 
 wheel: .venv/ready
 	rm -rf dist
@@ -95,7 +100,19 @@ train: .venv/ready
 .venv/ready: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) cmake ninja nanobind scikit-build-core
-	$(PIP) --no-build-isolation -e '.[ct,docs,genai,lint,llamacpp,onnx,ray,test,triton]'
+	$(PIP) --no-build-isolation -e '.[llamacpp,onnx]'
+	touch $@
+
+# The packages of extras, without building the native module again.
+EXTRAS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+  print(*(package for name in sys.argv[1:] for package in extras[name]), sep="\n")
+.venv/test: WANTED := ct genai test triton
+.venv/test-all: WANTED := ray docs
+.venv/lint: WANTED := lint
+.venv/docs: WANTED := docs
+.venv/test .venv/test-all .venv/lint .venv/docs: pyproject.toml constraints.txt | .venv/ready
+	$(BIN)/python -c '$(EXTRAS)' $(WANTED) > $@.txt
+	$(PIP) -r $@.txt
 	touch $@
 
 clean:

@@ -18,7 +18,7 @@ from torch import Tensor
 import fewbits
 from fewbits import embedded, formats
 from fewbits.formats import Format, Shape, Spec
-from fewbits.rounding import decode, encode, spread
+from fewbits.formats.storage.codes import decode, encode, spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class PowerOfTwo(Format):
 
 
 OWN = PowerOfTwo(
-    name="int4_pow2", about="4 bits, scales 2^n", levels=tuple(float(q - 8) for q in range(16)), run=32, block=32
+    name="int4_pow2", about="4 bits, scales 2^n", levels=tuple(float(q - 8) for q in range(16)), group=32, block=32
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fewbits import embedded
-from fewbits.calibration.data import Document
+from fewbits.calibration.text.documents import Document
 
 
 def write(path: Path, content: str | bytes) -> Path:

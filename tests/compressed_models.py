@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from fewbits import artifact, embedded, formats, model, planning, progress
-from fewbits.activations import Activation
 from fewbits.artifact import Artifact
-from fewbits.model import Weight
+from fewbits.formats.runtime.activations import Activation
+from fewbits.model.weights import Weight
 from fewbits.planning import Plan
-from fewbits.runtimes.torch import of_module
 from fewbits.targets.compressed_tensors import TARGET
+from fewbits.verification.runtimes.torch import of_module
 
 SMALL: dict[str, Any] = {
     "vocab_size": 160, "initializer_range": 0.3, "bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": 128,

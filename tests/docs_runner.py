@@ -17,7 +17,7 @@ The convention, for README.md and every page under docs/:
                         stands for any number, a line of `...` for any lines, `...` at a line's end for its rest, rules and
                         boxes for nothing.
 
-`slow: true` in a page's front matter leaves it to `make test-all`. Snippets end with asserts where they claim something.
+All but a few pages are left to `make test-all`. Snippets end with asserts where they claim something.
 Every fence names its language; `bash`, `shell`, `console` and `py` are refused, because nobody would run them.
 """
 
@@ -109,10 +109,6 @@ def pages() -> list[Path]:
     """README.md and every page of docs/ that has something to run or to parse."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [page for page in found if any(block.language in RUN for block in blocks(page))]
-
-
-def is_slow(page: Path) -> bool:
-    return bool(re.match(r"---\n(?:.*\n)*?slow: true\n(?:.*\n)*?---\n", page.read_text()))
 
 
 def blocks(page: Path) -> list[Block]:

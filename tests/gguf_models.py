@@ -14,11 +14,12 @@ import tokenizers
 import torch
 import transformers
 
-from fewbits import artifact, formats, model, planning, runtimes, targets
+from fewbits import artifact, formats, model, planning, targets
 from fewbits.artifact import Artifact
+from fewbits.model.experts import Products
 from fewbits.progress import silent
-from fewbits.stacks import Products
 from fewbits.targets.gguf import layout
+from fewbits.verification import runtimes
 
 GGUF = targets.get("gguf")
 LLAMA_CPP = runtimes.get("llama.cpp")

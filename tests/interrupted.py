@@ -22,8 +22,8 @@ from mixtures import with_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fewbits import methods, pipeline, sensitivity
-from fewbits.calibration import collecting
-from fewbits.kept import code_version
+from fewbits.calibration import collector
+from fewbits.store.cache import code_version
 
 FAST: dict[str, Any] = {"samples": 4, "length": 32, "tokens": 64}
 BUDGETS: dict[str, dict[str, Any]] = {
@@ -106,8 +106,8 @@ class Runs:
 
     def run(self) -> None:
         for name, where, what in [
-            ("forward", collecting.Collector, "_forward"),
-            ("backward", collecting.Collector, "_backward"),
+            ("forward", collector.Collector, "_forward"),
+            ("backward", collector.Collector, "_backward"),
             ("measured", sensitivity, "row_of"),
             ("quantized", type(methods.get("auto")), "quantize"),
         ]:

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from tables import ELEMENTS, GGUF, table_of
 
-from fewbits import verification
-from fewbits.planning.deciding import Budget, decide
-from fewbits.results import Gathered, Kernel, Source, Use, frontiers
-from fewbits.results.distributions import BINS, Distribution, Histogram, Input
-from fewbits.results.reproduction import Hash, Reproduction
-from fewbits.sensitivity.accumulation import Accumulation, Row
-from fewbits.verification import Measured, Thresholds
+from fewbits.planning.accuracy import Thresholds
+from fewbits.planning.decision import Budget, decide
+from fewbits.reporting.results import frontiers
+from fewbits.reporting.results.distributions import BINS
+from fewbits.reporting.schema import Distribution, Gathered, Hash, Histogram, Input, KernelUse, MemoryUse, Reproduction, Source
+from fewbits.verification import metrics
+from fewbits.verification.forecast.block_errors import Accumulation, BlockError
+from fewbits.verification.metrics import MeasuredLogits
 
 SIZE = "4.5bpw"
 
@@ -33,10 +34,10 @@ def _results(limits: Thresholds, seed: int = 0) -> str:
     plan = decision.plan
     kl = rng.gamma(0.5, 2 * (plan.kl or 0.0), 2048)
     base = rng.gamma(2, 1.7, 2048)
-    measured = Measured(
+    measured = MeasuredLogits(
         kl.tolist(), (base + rng.normal(0.002, 0.05, 2048)).tolist(), base.tolist(), (rng.random(2048) < 0.97).tolist(), 0.8
     )
-    verdict = verification.judge(
+    verdict = metrics.judge(
         measured, limits, nbytes=plan.nbytes + 90_000, bits_per_weight=plan.bits_per_weight, runtime="llama.cpp",
         runtime_version="xllamacpp 1", kl_floor=2e-7,
     )  # fmt: skip
@@ -50,8 +51,8 @@ def _results(limits: Thresholds, seed: int = 0) -> str:
         frontier_plans=frontiers.of(decision),
         accumulation=_accumulated(decision.plan.kl or 0.0),
         distributions=tuple(_spread(rng, entry.weight, entry.format) for entry in plan.entries),
-        memory=tuple(Use(n, kv, plan.nbytes, 20 * n, 9_000_000, 18_000_000) for n in (2048, 8192) for kv in ("float", "int8")),
-        kernels=(Kernel("q4_k", "native-avx2", 3, 1000),),
+        memory=tuple(MemoryUse(n, kv, plan.nbytes, 20 * n, 9_000_000, 18_000_000) for n in (2048, 8192) for kv in ("float", "int8")),
+        kernels=(KernelUse("q4_k", "native-avx2", 3, 1000),),
     )  # fmt: skip
     made = {
         "file": "out/tiny.gguf", "artifact": "out/tiny.gguf.work/artifact", "plan": json.loads(plan.to_json()),
@@ -87,7 +88,7 @@ def kernel_bench() -> dict[str, Any]:
 
 def _accumulated(total: float) -> Accumulation:
     parts = [total * share for share in (0.1, 0.3, 0.45, 0.7, 1.0)]
-    return Accumulation(511, tuple(Row(i - 1, 7, total / 5, kl, 1.05 * kl, 1e-3 * (i + 1)) for i, kl in enumerate(parts)))
+    return Accumulation(511, tuple(BlockError(i - 1, 7, total / 5, kl, 1.05 * kl, 1e-3 * (i + 1)) for i, kl in enumerate(parts)))
 
 
 def _spread(rng: np.random.Generator, weight: str, fmt: str) -> Distribution:

@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from fewbits import embedded
-from fewbits.calibration.data import Samples
-from fewbits.model import Model, Weight
+from fewbits.calibration.text.samples import Samples
+from fewbits.model import Model
+from fewbits.model.weights import Weight
 
 EPS = torch.finfo(torch.float32).eps
 TOKENS = torch.tensor([[0, 5, 100, 7, 900, 33, 12]])

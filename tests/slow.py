@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fewbits import rounding
+from fewbits.formats.storage import codes
 
 
 def encode_one(value: float, levels: tuple[float, ...], scale: float, offset: float) -> int:
@@ -91,8 +91,8 @@ class Feedback:
 
     def rounded(self, values: Tensor, column: int, block: list[int], grid: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         scale, offset = self.fmt.affine(grid, torch.tensor([column - min(block)]))
-        codes = rounding.encode(values.unsqueeze(1), self.fmt.levels, scale, offset)
-        return codes[:, 0], rounding.decode(codes, self.fmt.levels, scale, offset)[:, 0].double()
+        chosen = codes.encode(values.unsqueeze(1), self.fmt.levels, scale, offset)
+        return chosen[:, 0], codes.decode(chosen, self.fmt.levels, scale, offset)[:, 0].double()
 
     def first_pass(self) -> None:
         moved, steps = self.w.clone(), iter(self.steps)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fewbits import embedded, formats, planning, targets
-from fewbits.model import Weight
+from fewbits.model.weights import Weight
 from fewbits.planning.allocation import Allocator
 from fewbits.sensitivity.table import Cell, Container, Scores, Sensitivity
 

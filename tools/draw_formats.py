@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fewbits import formats, targets
 from fewbits.formats import Format
-from fewbits.model import Weight
+from fewbits.model.weights import Weight
 
 if TYPE_CHECKING:
     from fewbits.formats import Parts
@@ -40,13 +40,13 @@ class Field:
 
 def changes(fmt: Format, parts: Parts, base: dict[str, Tensor]) -> list[tuple[str, int, int]]:
     """(entry's name, index, bit) of everything that differs from the unpacked zeros; bit -1: more than one bit differs."""
-    found = []
+    changed = []
     for name, values in entries(fmt, parts).items():
         for index in (values != base[name]).nonzero().flatten().tolist():
             now, before = int(values[index]), int(base[name][index])
             size = abs(now - before) if name in _INTEGERS or name == "q" else (now ^ before) & ((1 << 8 * values.element_size()) - 1)
-            found.append((name, index, size.bit_length() - 1 if size & (size - 1) == 0 else -1))
-    return found
+            changed.append((name, index, size.bit_length() - 1 if size & (size - 1) == 0 else -1))
+    return changed
 
 
 def entries(fmt: Format, parts: Parts) -> dict[str, Tensor]:
@@ -73,12 +73,12 @@ def bytes_of_part(fmt: Format, columns: int, part: str) -> list[list[Field]]:
 
 def fields(bits: list[list[tuple[str, int, int]]]) -> list[Field]:
     """Neighbouring bits of one entry as one field."""
-    if any(len(found) > 1 or any(bit < 0 for _, _, bit in found) for found in bits):
-        mixed = sorted({(name, index) for found in bits for name, index, _ in found})
+    if any(len(changed) > 1 or any(bit < 0 for _, _, bit in changed) for changed in bits):
+        mixed = sorted({(name, index) for changed in bits for name, index, _ in changed})
         return [Field(0, 7, mixed[0][0], tuple(index for _, index in mixed), -1)]
     made: list[Field] = []
-    for place, found in enumerate(bits):
-        name, index, bit = found[0] if found else ("unused", 0, 0)
+    for place, changed in enumerate(bits):
+        name, index, bit = changed[0] if changed else ("unused", 0, 0)
         last = made[-1] if made else None
         joins = last and (last.name, last.index) == (name, index) and (name == "unused" or last.bit + place - last.low == bit)
         if last and joins:
@@ -122,12 +122,12 @@ def _run(layout: list[list[Field]], at: int, period: int) -> Run:
     return Run(at, repeats, group)
 
 
-def _stepped(start: list[Field], own: list[Field], steps: int) -> list[Field] | None:
-    """`start` with the step that makes it `own` after so many steps; None if no step does."""
-    if [(f.low, f.high, f.name) for f in start] != [(f.low, f.high, f.name) for f in own]:
+def _stepped(start: list[Field], later: list[Field], steps: int) -> list[Field] | None:
+    """`start` with the step that makes it `later` after so many steps; None if no step does."""
+    if [(f.low, f.high, f.name) for f in start] != [(f.low, f.high, f.name) for f in later]:
         return None
     grown = []
-    for a, b in zip(start, own, strict=True):
+    for a, b in zip(start, later, strict=True):
         first, second = (f.index if isinstance(f.index, tuple) else (f.index,) for f in (a, b))
         moved = {y - x for x, y in zip(first, second, strict=False)}
         next_byte_of_entry = a.high - a.low == 7 and moved == {0} and b.bit == a.bit + 8 * steps
@@ -141,7 +141,7 @@ def _stepped(start: list[Field], own: list[Field], steps: int) -> list[Field] | 
 
 
 def drawn(fmt: Format) -> list[str]:
-    columns = max(fmt.block, fmt.run or 8, 8)
+    columns = max(fmt.block, fmt.group or 8, 8)
     lines = []
     for part, spec in fmt.parts((1, columns)).items():
         lines.append(
@@ -205,8 +205,8 @@ def page() -> str:
         if fmt.levels is None:
             out.append(f"{head} Values as they are, no codes.\n")
             continue
-        run = f"{fmt.run} columns" if fmt.run else "the whole weight" if fmt.tensor_wide else "a row"
-        out.append(f"{head} One scale for {run}. Levels: {_levels(fmt.levels)}.\n")
+        shared = f"{fmt.group} columns" if fmt.group else "the whole weight" if fmt.tensor_wide else "a row"
+        out.append(f"{head} One scale for {shared}. Levels: {_levels(fmt.levels)}.\n")
         out.append("```text\n" + "\n".join(drawn(fmt)) + "\n```\n")
     return "\n".join(out)
 

@@ -20,8 +20,8 @@ _MARKED = re.compile(r"(<!-- options -->\n).*?(<!-- end of options -->)", re.S)
 
 def verbs() -> dict[str, Any]:
     """The commands of the command line, by name; a group (`bench`) is one verb."""
-    found: dict[str, Any] = get_command(cli.app).commands  # type: ignore[attr-defined]
-    return found
+    commands: dict[str, Any] = get_command(cli.app).commands  # type: ignore[attr-defined]
+    return commands
 
 
 def page(text: str, verb: str) -> str:

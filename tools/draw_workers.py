@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fewbits.benchmarks.on_paper import Paper, on_paper
+from fewbits.benchmarks.scale.projection import Projection, project
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, PICTURE = DOCS / "scale.md", DOCS / "workers.svg"
@@ -29,7 +29,7 @@ def measured(bench: dict[str, Any]) -> str:
     return "\n".join([about, "", *rows, "", "![Speed-up against workers](workers.svg)"])
 
 
-def counted(paper: Paper) -> str:
+def counted(paper: Projection) -> str:
     rows = [
         "| workers | shards | calibrate | measure | quantize | write, verify | in all | memory of a worker | shared storage | network |"
     ]
@@ -44,10 +44,10 @@ def counted(paper: Paper) -> str:
 def page(text: str, folder: Path) -> str:
     for mark, made in (
         ("workers", measured(json.loads((folder / "workers.json").read_text()))),
-        ("paper", counted(on_paper(folder / "workers.json"))),
+        ("paper", counted(project(folder / "workers.json"))),
     ):
         pattern = rf"(<!-- {mark}: from bench-workers -->\n).*?(<!-- end of {mark} -->)"
-        text = re.sub(pattern, lambda found, made=made: f"{found[1]}\n{made}\n\n{found[2]}", text, flags=re.S)
+        text = re.sub(pattern, lambda match, made=made: f"{match[1]}\n{made}\n\n{match[2]}", text, flags=re.S)
     return text
 
 

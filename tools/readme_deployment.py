@@ -26,13 +26,13 @@ def fewbits(*words: object) -> dict[str, object]:
     done = subprocess.run([sys.executable, "-m", "fewbits.cli", *map(str, words), "--json"], capture_output=True, text=True)
     if done.returncode not in (0, 1):
         sys.exit(done.stderr)
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
+    result: dict[str, object] = json.loads(done.stdout)
+    return result
 
 
 def rows(model: Path, data: list[str]) -> list[str]:
     name = "embedded" if model == embedded.MODEL else model.name
-    found = []
+    lines = []
     with tempfile.TemporaryDirectory() as scratch:
         made = fewbits("quantize", model, "-o", scratch, "--to", "fewbits", *MIX, "--method", "rtn", "--no-verify")
         for target in TARGETS:
@@ -42,9 +42,9 @@ def rows(model: Path, data: list[str]) -> list[str]:
             verdict = fewbits("verify", path, "--against", model, *data, "--tokens", "8192", "--no-floor")
             figures = (f"{verdict['bytes'] / 1e6:.2f} MB", f"{verdict['bits_per_weight']:.2f}", f"{verdict['kl_mean']:.4f}")
             columns = (name, target, verdict["runtime_version"], *figures, f"{verdict['top1_agreement']:.1%}")
-            found.append(f"| {' | '.join(map(str, columns))} |\n")
-            print(found[-1], end="")
-    return found
+            lines.append(f"| {' | '.join(map(str, columns))} |\n")
+            print(lines[-1], end="")
+    return lines
 
 
 def main() -> None:

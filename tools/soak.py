@@ -50,8 +50,8 @@ class Soaked:
 
     def __str__(self) -> str:
         memory = f"{self.first / 1e6:.1f} -> {self.last / 1e6:.1f} MB ({self.growth / 1e3:+.1f} kB per round)"
-        found = ", ".join(self.faults) or "nothing grew or was left"
-        return f"{self.name}: {self.rounds} rounds in {self.seconds:.0f} s, memory {memory}: {found}"
+        faults = ", ".join(self.faults) or "nothing grew or was left"
+        return f"{self.name}: {self.rounds} rounds in {self.seconds:.0f} s, memory {memory}: {faults}"
 
 
 def soak(
@@ -84,10 +84,11 @@ def soak(
 
 def one_round(out: Path, settings: Mapping[str, Any]) -> None:
     from fewbits import embedded, pipeline
+    from fewbits.verification import files
 
     options = {"no_verify": True, "fresh": True, **settings}
     made = pipeline.quantize(embedded.MODEL, out / "m.gguf", **options)
-    verdict = pipeline.verify(made.path, embedded.MODEL, tokens=settings["tokens"])
+    verdict = files.verify(made.path, embedded.MODEL, tokens=settings["tokens"])
     assert verdict.tokens and not verdict.failures, verdict.failures
 
 
@@ -106,14 +107,14 @@ def look() -> Sample:
 
 
 def leftovers(folder: Path, caches: set[Path]) -> list[str]:
-    """Beside what a run is to leave: in the folder for temporary files anything, in that of the output what is hidden or unfinished."""
+    """What a run should not leave: any temporary file, and in the folder of the output hidden files, locks and all but its two results."""
     out = folder / "out"
-    found = [
+    paths = [
         *(path for path in (folder / "tmp").iterdir() if path not in caches),
         *(path for path in out.rglob("*") if path.name.startswith(".") or path.name == "lock"),
     ]
-    found += [path for path in out.iterdir() if path.name not in ("m.gguf", "m.gguf.work")]
-    return [str(path.relative_to(folder)) for path in found]
+    paths += [path for path in out.iterdir() if path.name not in ("m.gguf", "m.gguf.work")]
+    return [str(path.relative_to(folder)) for path in paths]
 
 
 def judged(name: str, samples: list[Sample], left: list[str], seconds: float, limit: float) -> Soaked:
@@ -149,11 +150,11 @@ def main() -> None:
     asked = words.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as place:
         folder = Path(place)
-        found = together(folder / "together", asked.rounds // asked.processes, asked.processes)  # first: forks want no threads
-        found.append(soak(folder / "alone", asked.rounds))
-    for each in found:
+        results = together(folder / "together", asked.rounds // asked.processes, asked.processes)  # first: forks want no threads
+        results.append(soak(folder / "alone", asked.rounds))
+    for each in results:
         print(each)
-    sys.exit(any(each.faults for each in found))
+    sys.exit(any(each.faults for each in results))
 
 
 if __name__ == "__main__":

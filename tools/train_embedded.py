@@ -96,13 +96,13 @@ def topic_sections(text: str) -> list[str]:
 
 def fresh_paragraphs(text: str, seen: set[str]) -> str:
     """Leave out the paragraphs met before: the reference repeats whole sections, which would leak across the split."""
-    kept = []
+    cache = []
     for paragraph in re.sub(r"[ \f\r]+\n", "\n", text.expandtabs()).split("\n\n"):
         key = " ".join(paragraph.split())
         if len(key) < 50 or key not in seen:
-            kept.append(paragraph)
+            cache.append(paragraph)
         seen.add(key)
-    return "\n\n".join(kept).strip("\n")
+    return "\n\n".join(cache).strip("\n")
 
 
 def module_docstrings(path: Path, module: str, seen: set[str]) -> str:

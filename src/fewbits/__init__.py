@@ -9,38 +9,38 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from fewbits import registration
+from fewbits.inference import registration
 
 if TYPE_CHECKING:
     from fewbits import formats
     from fewbits.calibration import calibrate
-    from fewbits.capacity.judging import fit
-    from fewbits.comparison import compare
     from fewbits.demonstration import demo
-    from fewbits.exporting import export
-    from fewbits.generation import run
-    from fewbits.inspection import inspect
-    from fewbits.measurement import measure
+    from fewbits.inference.engine import run
+    from fewbits.inspection.capacity.estimate import fit
+    from fewbits.inspection.contents import inspect
+    from fewbits.inspection.formats import compare
     from fewbits.pipeline import quantize
-    from fewbits.planning.deciding import plan
     from fewbits.reporting.page import report
-    from fewbits.verifying import verify
+    from fewbits.targets.export import export
+    from fewbits.targets.plan import plan
+    from fewbits.verification.files import verify
+    from fewbits.verification.forecast.measurement import measure
     from fewbits.workbench import Workbench
 
 _HOME = {
     "Workbench": "workbench",
     "calibrate": "calibration",
-    "compare": "comparison",
+    "compare": "inspection.formats",
     "demo": "demonstration",
-    "export": "exporting",
-    "fit": "capacity.judging",
-    "inspect": "inspection",
-    "measure": "measurement",
-    "plan": "planning.deciding",
+    "export": "targets.export",
+    "fit": "inspection.capacity.estimate",
+    "inspect": "inspection.contents",
+    "measure": "verification.forecast.measurement",
+    "plan": "targets.plan",
     "quantize": "pipeline",
     "report": "reporting.page",
-    "run": "generation",
-    "verify": "verifying",
+    "run": "inference.engine",
+    "verify": "verification.files",
 }
 
 __all__ = [
@@ -79,4 +79,4 @@ def __getattr__(name: str) -> Any:
 
 # onnxruntime and onnxruntime-genai report their use to their maker unless told otherwise before they are loaded; nothing here calls home
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-registration.when_transformers_comes()
+registration.register_when_imported()

@@ -1,5 +1,7 @@
-"""What runs here: the processor's instruction sets, the kernels of each, runtimes and their versions; what is missing, and how to get it.
-Nothing is imported to find out but the native module itself, and torch where a GPU's driver is, to ask which GPU it is."""
+"""What runs on this machine: instruction sets, kernels, runtimes and their versions; what is missing, and how to get it.
+
+This imports only the native module, and torch where a GPU's driver is installed, to ask which GPU it is.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from importlib import metadata
 from typing import Any
 
 from fewbits import formats, kernels
+from fewbits.devices import processor
 
-# package: what it is for, how it is got
+# package: (what it is for, how to get it)
 _PACKAGES = {
     "torch": ("opens, calibrates and runs models", "pip install fewbits"),
     "transformers": ("model code and tokenizers", "pip install fewbits"),
@@ -38,8 +41,8 @@ class Package:
 @dataclass(frozen=True)
 class Backend:
     name: str
-    formats: int  # that it serves here
-    multiplies: int  # of which it multiplies packed weights
+    formats: int  # how many it decodes here
+    multiplies: int  # and of how many it also multiplies packed weights
     missing: str | None  # why it does not run
 
 
@@ -66,17 +69,16 @@ def diagnose() -> Diagnosis:
         system=f"{platform.system()} {platform.machine()}",
         processors=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         memory=_memory(),
-        native_missing=kernels.native_missing(),
+        native_missing=processor.native_missing(),
         forced=kernels.forced(),
-        backends=tuple(_backend(name) for name in kernels.BACKENDS),
+        backends=tuple(_backend(name) for name in processor.BACKENDS),
         packages=tuple(Package(name, _version(name), *about) for name, about in _PACKAGES.items()),
     )
 
 
 def _backend(name: str) -> Backend:
-    all_of_it = [kernels.Kernel(fmt, name) for fmt in formats.all()]
-    here = [kernel for kernel in all_of_it if kernel.runs_here() is None]
-    # a format without integers (a cast) has no native kernel: the reason that counts is that of one that has
+    here = [kernel for fmt in formats.all() if (kernel := kernels.Kernel(fmt, name)).runs_here() is None]
+    # asked of q4_0, which every backend has: a format that is a plain cast, such as fp16, has no native kernel anywhere
     reason = None if here else kernels.Kernel("q4_0", name).runs_here()
     return Backend(name, len(here), sum(kernel.multiplies for kernel in here), reason)
 

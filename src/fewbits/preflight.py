@@ -1,14 +1,14 @@
-"""What the work itself will need on this machine, before it starts: memory, disk and about how long, from shapes and a look at the speed.
+"""A model and the work to be done in; the memory, disk and time that it will need on this machine out, before it starts.
 
-Memory and disk are counted from above: every weight as if it had an input of its own, every buffer as if the others were full. Memory is
-what a process cannot do without: pages of mapped files (checkpoint, statistics, a GGUF) are not counted. It is bounded by the largest
-block, the largest weight and `--memory`, except in a runtime that loads all of a file. Seconds are a forecast: operations over the rate
-that a product of the model's own size reaches here now. Half of that rate is what a forward pass reaches (0.53 on the embedded model),
-and what is not a product is given in operations that would take as long:
+Memory and disk are upper bounds: every weight counts as if no other shared its input, every buffer as if it were full. Pages of mapped
+files (checkpoint, statistics, a GGUF) are not counted, since the system may drop them. Memory is bounded by the largest block, the largest
+weight and `--memory`, except in a runtime that loads all of a file. Seconds are a forecast: operations divided by the rate that a matrix
+product of the model's size reaches now. A forward pass reaches half of that rate (0.53 on the embedded model). Work that is no product is
+counted as the operations that would take as long:
 
     calibrating   a forward pass with second moments, then another one and its gradients: 4.9 forward passes by count, 5.5 measured
     measuring     15,000 cols^2 for each weight and format (13,500 on the embedded model, 16,400 on SmolLM2)
-    quantizing    10,000 a number by rounding; 70,000 with error feedback, and its products
+    quantizing    10,000 a number by rounding; 70,000 with error feedback, beside its products
     verifying     the float model and two files in the runtime, a forward pass each
 """
 
@@ -24,46 +24,47 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import formats, hardware
-from fewbits.capacity import machine
+from fewbits import formats
+from fewbits.artifact import SHARD_BYTES
+from fewbits.calibration.folder import WHOLE_COLUMNS
+from fewbits.calibration.recorders import DRAWN_PER_SAMPLE
+from fewbits.calibration.triangles import SMALL_COLUMNS
+from fewbits.devices import host
 from fewbits.errors import InputError, MissingError
-from fewbits.planning import budgets
+from fewbits.model.walk import BATCH_TOKENS
+from fewbits.planning import budgets, footprint
+from fewbits.sensitivity import prediction
 
 if TYPE_CHECKING:
-    from fewbits.model import Model, Weight
+    from fewbits.model import Model
+    from fewbits.model.weights import Weight
     from fewbits.planning import Plan
     from fewbits.targets import Target
 
-_FLOAT, _DOUBLE, _HALF = 4, 8, 2
-_BATCH = 2048  # tokens; calibration/collecting.py
-_SHARD = 1 << 28  # bytes that an artifact holds back before it writes them; artifact.py
-_WHOLE = 2048  # columns: second moments up to here are read as squares, wider ones stay mapped; calibration/storing.py
-_INPUTS = 544  # tokens whose rounding is tried while a weight is measured; sensitivity/predicting.py
-_PACKED_APART = 1024  # columns: up to here triangles are packed beside their square; calibration/triangles.py
-_KEPT = 8  # inputs of each sample that are kept as they were; calibration/recording.py
-_MARGIN = 64 << 20  # bytes of memory: what Python, the allocator and threads take on the way
-_LIBRARY = 64 << 20  # bytes of memory: a runtime's own library, loaded when a file is first run in it
+_FLOAT, _DOUBLE, _HALF = 4, 8, 2  # bytes
+_MARGIN = 64 << 20  # bytes of memory for Python, the allocator and threads
+_LIBRARY = 64 << 20  # bytes of memory for a runtime's library, loaded when a file is first run in it
 _HISTOGRAM = 64 << 10  # bytes of statistics for each weight beside its moments: ranges, histogram, names
 _EFFICIENCY = 0.53
-_MEASURED, _ROUNDED, _FED_BACK = 15_000, 10_000, 70_000  # operations that take as long
+_MEASURED, _ROUNDED, _FED_BACK = 15_000, 10_000, 70_000  # equivalent operations, see above
 _FEEDBACK_PASSES = 6
-_LOOK = 0.1  # seconds to look at the speed
-_STARTING = 1.0  # seconds until two sessions of a runtime are there and have read a vocabulary
+_LOOK = 0.1  # seconds to measure the speed
+_STARTING = 1.0  # seconds to open two sessions of a runtime, which read a vocabulary
 _DISK_RATE = 200e6  # bytes per second: a slow SSD
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is going to be done."""
+    """What is to be done."""
 
     samples: int = 0  # to calibrate with; 0: nothing is calibrated
     length: int = 512  # tokens of each
     buffer: int = 1 << 30  # bytes of hidden states that stay in memory while calibrating
-    formats: int = 0  # that every weight is measured in; 0: the plan is given
-    feedback: bool = True  # codes are chosen by error feedback, or by trying both ways
-    makes: int = 1  # plans that are made at most: rounds until an accuracy is met
+    formats: int = 0  # how many every weight is measured in; 0: the plan is given
+    feedback: bool = True  # some codes are chosen by error feedback
+    makes: int = 1  # the most plans that are made: rounds until an accuracy is met
     verified: int = 0  # tokens that the file is judged on; 0: it is not run
-    size: str | None = None  # what `--size` asks for: the weights take no more, whatever the plan will be
+    size: str | None = None  # `--size`, which the plan will not exceed
 
     @property
     def tokens(self) -> int:
@@ -74,17 +75,17 @@ class Work:
 class Step:
     name: str
     memory: int  # bytes at the most, beyond the idle process
-    disk: int  # bytes in the work folder and of the output: kept until the end, or for a while
+    disk: int  # bytes in the work folder and of the output
     seconds: float
 
 
 @dataclass(frozen=True)
 class Preflight:
     steps: tuple[Step, ...]
-    folder: str  # that the output goes to
+    folder: str  # of the output
     free_memory: int | None
     free_disk: int | None
-    held: int = 0  # bytes that an earlier run has left in the work folder: they are gone on with, or make room
+    held: int = 0  # bytes of an earlier run in the work folder: reused or replaced
 
     @property
     def memory(self) -> int:
@@ -99,7 +100,7 @@ class Preflight:
         return sum(step.seconds for step in self.steps)
 
     def check(self) -> None:
-        """What cannot fit is refused now, not after an hour."""
+        """Refuses now, not after an hour, what does not fit."""
         largest = max(self.steps, key=lambda step: step.memory)
         if self.free_memory is not None and self.memory > self.free_memory:
             raise MissingError(
@@ -133,8 +134,8 @@ _LESS_MEMORY = {
 def preflight(
     source: Model, target: Target, out: Path, work: Work, plan: Plan | None = None, *, clock: Callable[[], float] = time.perf_counter
 ) -> Preflight:
-    """`out`: what will be written; the work folder lies beside it. `plan`: where it is known; else 16 bits for every weight are counted.
-    `clock`: what the speed is looked at with; `time.process_time` leaves out what other programs take."""
+    """`out`: the file to be written; the work folder is beside it. `plan`: if it is known; else 16 bits for every weight are counted.
+    `clock`: measures the speed; `time.process_time` ignores other programs."""
     sizes = _Sizes(source, target, work, plan)
     rate = _rate(source.weights, clock) * _EFFICIENCY
     steps = [_quantizing(sizes, work, rate)]
@@ -148,7 +149,7 @@ def preflight(
     return Preflight(
         steps=tuple(steps),
         folder=str(out.parent),
-        free_memory=machine.free_memory(),
+        free_memory=host.free_memory(),
         free_disk=_free(_existing(out)),
         held=sum(file.stat().st_size for file in left if file.is_file() and not file.is_symlink()),
     )
@@ -156,7 +157,7 @@ def preflight(
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes and numbers that the steps share."""
+    """Sizes of the model that the steps share; in bytes unless said otherwise."""
 
     source: Model
     target: Target
@@ -173,22 +174,22 @@ class _Sizes:
 
     @cached_property
     def multiplied(self) -> float:
-        """By each token: all but tables that are looked up in, and experts that are not chosen."""
+        """Weights that a token is multiplied with: all but embeddings and the experts that are not chosen."""
         return sum(_numbers(weight) * self.met(weight) for weight in self.weights if weight.kind != "embedding" or weight.tied_to)
 
     def met(self, weight: Weight) -> float:
-        """The share of tokens that go through it."""
-        count = hardware.experts(self.source.config) if weight.expert is not None else 0
+        """The share of tokens that it is multiplied with."""
+        count = footprint.experts(self.source.config) if weight.expert is not None else 0
         return int(getattr(self.source.config, "num_experts_per_tok", count)) / count if count else 1.0
 
     @cached_property
     def blocks(self) -> dict[str, list[Weight]]:
-        """By the block that they lie in; what lies in none under ``."""
-        found: dict[str, list[Weight]] = {}
+        """The weights of each block, by its name; those outside of blocks under ``."""
+        blocks: dict[str, list[Weight]] = {}
         for weight in self.weights:
             inside = re.match(r".*?\.\d+(?=\.)", weight.name)
-            found.setdefault(inside[0] if inside else "", []).append(weight)
-        return found
+            blocks.setdefault(inside[0] if inside else "", []).append(weight)
+        return blocks
 
     @property
     def layers(self) -> int:
@@ -196,22 +197,22 @@ class _Sizes:
 
     @cached_property
     def moments(self) -> int:
-        """Of the block that has most: two halves of the samples, columns squared, in float32, for each of its weights."""
-        return max(sum(_moments(weight) for weight in own) for own in self.blocks.values())
+        """Second moments in the largest block."""
+        return max(sum(map(_moments, block)) for block in self.blocks.values())
 
     @cached_property
     def packed_apart(self) -> int:
-        """Of these, what is copied once more on its way to the disk."""
-        return max(sum(_moments(weight) // 2 for weight in own if weight.shape[1] <= _PACKED_APART) for own in self.blocks.values())
+        """Second moments that are copied to triangles before they are written: those of few columns."""
+        return max(sum(_moments(w) // 2 for w in block if w.shape[1] <= SMALL_COLUMNS) for block in self.blocks.values())
 
     @cached_property
     def block(self) -> int:
-        """Bytes of the largest block in float32, or of what lies at both ends of the model: they are there in turn."""
-        return _FLOAT * max(sum(map(_numbers, own)) for own in self.blocks.values())
+        """The largest block in float32, or the weights outside of blocks: they are in memory one after the other."""
+        return _FLOAT * max(sum(map(_numbers, block)) for block in self.blocks.values())
 
     @cached_property
     def packed(self) -> int:
-        """Of all weights, in the plan's formats."""
+        """All weights in the plan's formats."""
         if self.plan is None:
             return min(_HALF * self.numbers, self._asked)
         entries = self.plan.entries
@@ -226,22 +227,22 @@ class _Sizes:
 
     @cached_property
     def beside(self) -> int:
-        """What goes into an output beside the weights: norms and biases, tokenizer, config, a plan and an account of each weight."""
+        """What an output holds beside the weights: norms and biases, tokenizer, config, the plan and a description of each weight."""
         path = self.source.path
         files = [file for file in path.iterdir() if file.is_file() and file.suffix not in (".safetensors", ".bin")] if path.is_dir() else []
-        if not files:  # a GGUF: its tokenizer is in its header
+        if not files:  # of a GGUF, the tokenizer is in the header
             files = self.source.checkpoint.files()[:1]
-        kept = sum(_FLOAT * self.source.tensor(name).numel() for name in self.source.rest)
-        return kept + 2 * sum(min(file.stat().st_size, 64 << 20) for file in files) + 2048 * sum(1 for _ in self.weights) + (1 << 20)
+        rest = sum(_FLOAT * self.source.tensor(name).numel() for name in self.source.rest)
+        return rest + 2 * sum(min(file.stat().st_size, 64 << 20) for file in files) + 2048 * sum(1 for _ in self.weights) + (1 << 20)
 
     @cached_property
     def session(self) -> int:
-        """What a runtime takes beside the weights, for one window."""
+        """Memory of a runtime for one window, beside the weights."""
         try:
-            shape = hardware.shape(self.source.config)
-        except (InputError, AttributeError):  # a model whose cache is not counted: a window's is small
+            shape = footprint.shape(self.source.config)
+        except (InputError, AttributeError):  # a model whose KV cache cannot be counted: for one window it is small
             return 0
-        return hardware.memory(shape, 0, hardware.Use(self.work.length)).total
+        return footprint.memory(shape, 0, footprint.Use(self.work.length)).total
 
     @property
     def hidden(self) -> int:
@@ -258,15 +259,15 @@ class _Sizes:
 
 def _calibrating(sizes: _Sizes, work: Work, rate: float) -> Step:
     between = (sizes.layers + 2) * work.tokens * sizes.hidden * _FLOAT
-    states = 2 * work.tokens * sizes.hidden * _FLOAT  # what a block reads and what it gives; the others lie in files
-    batch = max(_BATCH, work.length)
-    rows = max(sum(sum(weight.shape) for weight in own) for name, own in sizes.blocks.items() if name or len(sizes.blocks) == 1)
+    states = 2 * work.tokens * sizes.hidden * _FLOAT  # input and output of one block; the others are in files
+    batch = max(BATCH_TOKENS, work.length)
+    rows = max(sum(sum(weight.shape) for weight in block) for name, block in sizes.blocks.items() if name or len(sizes.blocks) == 1)
     heads = int(getattr(sizes.source.config, "num_attention_heads", 1))
-    passing = _FLOAT * batch * (2 * rows + 2 * heads * work.length)  # inputs and outputs with their gradients; scores and theirs
+    activations = _FLOAT * batch * (2 * rows + 2 * heads * work.length)  # inputs and outputs with their gradients; scores and theirs
     logits = 6 * _FLOAT * work.length * sizes.vocabulary
-    kept = work.samples * max(weight.shape[1] for weight in sizes.weights) * (_FLOAT + _HALF * _KEPT) * 8
-    spilling = min(work.buffer, states + sizes.moments)
-    memory = sizes.block + spilling + sizes.packed_apart + max(passing, logits) + kept + _MARGIN
+    drawn = work.samples * max(weight.shape[1] for weight in sizes.weights) * (_FLOAT + _HALF * DRAWN_PER_SAMPLE) * 8
+    buffered = min(work.buffer, states + sizes.moments)
+    memory = sizes.block + buffered + sizes.packed_apart + max(activations, logits) + drawn + _MARGIN
     multiplied = sizes.multiplied * 3 + sum(
         2 * weight.shape[1] ** 2 * sizes.met(weight) for weight in sizes.weights if weight.kind != "embedding"
     )
@@ -274,54 +275,52 @@ def _calibrating(sizes: _Sizes, work: Work, rate: float) -> Step:
 
 
 def _statistics_bytes(sizes: _Sizes, work: Work) -> int:
-    """Upper triangles of two halves, of inputs and of gradients; sums in float64; inputs at the first position, and some others."""
-    found = 0
+    """Of every weight: triangles of second moments of inputs and gradients, for two halves of the samples; sums in float64; inputs at the
+    first position and some others."""
+    total = 0
     for weight in sizes.weights:
         rows, cols = weight.shape
-        triangles = 2 * 2 * cols * (cols + 1) // 2 * _FLOAT
+        moments = 2 * 2 * cols * (cols + 1) // 2 * _FLOAT
         sums = 2 * _DOUBLE * (rows + 4 * cols) + 4 * _FLOAT * cols
-        samples = 0 if weight.kind == "embedding" and not weight.tied_to else work.samples * cols * (_FLOAT + _HALF * _KEPT)
+        samples = 0 if weight.kind == "embedding" and not weight.tied_to else work.samples * cols * (_FLOAT + _HALF * DRAWN_PER_SAMPLE)
         looked_up = _DOUBLE * rows + 2 * cols * (cols + 1) // 2 * _FLOAT if weight.kind == "embedding" else 0
-        found += triangles + sums + samples + looked_up + _HISTOGRAM
-    return found + work.samples * 64
+        total += moments + sums + samples + looked_up + _HISTOGRAM
+    return total + work.samples * 64
 
 
 def _measuring(sizes: _Sizes, work: Work, rate: float) -> Step:
     import torch
 
-    from fewbits.sensitivity import predicting
-
     threads, method = torch.get_num_threads(), "auto" if work.feedback else "rtn"
-    each = sorted((_FLOAT * (_numbers(w) + 3 * _INPUTS * w.shape[0]) + _opened(w) for w in sizes.weights), reverse=True)
-    hessians = sorted((predicting.held_by(weight.shape[1], method) for weight in sizes.weights), reverse=True)
-    together = min(sum(hessians[:threads]), max(hessians[0], predicting.TOGETHER))
+    each = sorted((_FLOAT * _numbers(w) + prediction.tried_bytes(w.shape[0]) + _opened(w) for w in sizes.weights), reverse=True)
+    hessians = sorted((prediction.held_by(weight.shape[1], method) for weight in sizes.weights), reverse=True)
+    together = min(sum(hessians[:threads]), max(hessians[0], prediction.TOGETHER))
     multiplied = sum(_MEASURED * weight.shape[1] ** 2 for weight in sizes.weights) * work.formats
     table = 256 * work.formats * len(each)
     return Step("measuring", sum(each[:threads]) + together + _MARGIN, 2 * table, multiplied / rate)
 
 
 def _quantizing(sizes: _Sizes, work: Work, rate: float) -> Step:
-    from fewbits.sensitivity import predicting
-
-    held = min(sizes.packed + sizes.beside, _SHARD + _FLOAT * sizes.largest)
-    hessians = [predicting.held_by(w.shape[1], "auto") + _opened(w) if work.feedback else _opened(w) for w in sizes.weights]
+    held = min(sizes.packed + sizes.beside, SHARD_BYTES + _FLOAT * sizes.largest)
+    hessians = [prediction.held_by(w.shape[1], "auto") + _opened(w) if work.feedback else _opened(w) for w in sizes.weights]
     each = max(8 * _FLOAT * _numbers(weight) + hessian for weight, hessian in zip(sizes.weights, hessians, strict=True))
     flat = sizes.numbers * (_FED_BACK if work.feedback else _ROUNDED)
     squares = sum(_numbers(weight) * weight.shape[1] for weight in sizes.weights if weight.kind != "embedding")
     products = _FEEDBACK_PASSES * 2 * squares if work.feedback else 0
     written = sizes.packed + sizes.beside
     seconds = (flat + products) / rate + 3 * written / _DISK_RATE
-    # the weights that are kept, the artifact and the file of every plan, and the file under its temporary name
+    # for every plan its cached weights, its artifact and its file
     disk = 2 * work.makes * written + work.makes * sizes.packed
     return Step("quantizing", held + each + _MARGIN, disk, work.makes * seconds)
 
 
 def _verifying(sizes: _Sizes, work: Work, rate: float) -> Step:
-    """The float model block by block beside the files; one in 16 bits, made for the runtime's own error, and the artifact it is made of
-    where the target wants one. llama.cpp maps its files, and may lay the quantized one out anew; other runtimes load all of both."""
+    """The float model block by block, the quantized file, and a file in 16 bits, with which the error of the runtime itself is measured;
+    some targets write it from an artifact. llama.cpp maps its files, but may copy the quantized weights to another layout; the torch
+    runtime reads block by block; other runtimes load both files."""
     floats = sum(formats.get(weight.dtype).nbytes(weight.shape) for weight in sizes.weights) + sizes.beside
     logits = 8 * _FLOAT * work.length * sizes.vocabulary
-    making = min(floats, 3 * _FLOAT * sizes.largest if sizes.target.takes_drafts else _SHARD + 3 * _FLOAT * sizes.largest)
+    making = min(floats, 3 * _FLOAT * sizes.largest if sizes.target.takes_drafts else SHARD_BYTES + 3 * _FLOAT * sizes.largest)
     states = min(work.buffer, 2 * work.verified * sizes.hidden * _FLOAT)
     loaded = {"llama.cpp": sizes.packed, "torch": sizes.block}.get(sizes.target.runtime, sizes.packed + floats)
     memory = loaded + max(making, sizes.block + states + logits + 2 * sizes.session) + _MARGIN + _LIBRARY
@@ -330,8 +329,8 @@ def _verifying(sizes: _Sizes, work: Work, rate: float) -> Step:
 
 
 def _opened(weight: Weight) -> int:
-    """Second moments of inputs and gradients, as they are read; as squares, or mapped."""
-    return 2 * _moments(weight) if weight.shape[1] <= _WHOLE else 0
+    """Second moments of inputs and gradients while the weight is worked on; wide ones stay mapped."""
+    return 2 * _moments(weight) if weight.shape[1] <= WHOLE_COLUMNS else 0
 
 
 def _numbers(weight: Weight) -> int:
@@ -339,12 +338,13 @@ def _numbers(weight: Weight) -> int:
 
 
 def _moments(weight: Weight) -> int:
+    """Bytes of the second moments of its inputs: columns squared in float32, for two halves of the samples."""
     return 2 * _FLOAT * weight.shape[1] ** 2
 
 
 def _rate(weights: Iterable[Weight], clock: Callable[[], float]) -> float:
-    """Multiplications and additions per second in a product of the size that this model has most of. Its best of a few: the first calls
-    wake threads up."""
+    """Multiplications and additions per second in a product of the size of the largest weight. The best of a few calls: the first ones
+    start threads."""
     import torch
 
     inside = [weight for weight in weights if weight.kind not in ("embedding", "convolution")] or list(weights)

@@ -1,4 +1,4 @@
-"""The whole way in one object: open, quantize, generate, compare with the float model, export. Each method is a verb or two, and no more.
+"""The whole way in one object: open, quantize, generate, compare with the float model, export. Each method calls one or two verbs.
 
 bench = fewbits.Workbench("out/model.fewbits", model="MODEL")
 bench.quantize(data="text.txt", size="4.5bpw")
@@ -17,34 +17,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import model as models
-from fewbits import pipeline, verification
+from fewbits import pipeline
 from fewbits.artifact import Artifact
 from fewbits.errors import InputError
+from fewbits.inspection import sizes
+from fewbits.planning import accuracy
 from fewbits.progress import on_terminal
+from fewbits.targets import export
+from fewbits.verification import metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fewbits.calibration import Paths
     from fewbits.model import Model
-    from fewbits.pipeline import Quantized
     from fewbits.progress import Progress
-    from fewbits.verification import Verdict
+    from fewbits.reporting.results.quantized import Quantized
+    from fewbits.verification.metrics import Verdict
 
-Text = str | Sequence[int]  # or its tokens
+Text = str | Sequence[int]  # a text, or its tokens
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """On the tokens of the targets alone, each predicted from its input and the target so far."""
+    """Over the tokens of the targets, each predicted from its input and the tokens of the target before it."""
 
-    accuracy: float  # share of target tokens that the packed model holds for the most likely
+    accuracy: float  # share of target tokens that the packed model finds the most likely
     accuracy_base: float  # the same of the float model
     verdict: Verdict  # how far the two models are from each other there, and the perplexity of the targets
 
 
 class Workbench:
-    """An artifact folder, and the float model that it is made of: the one is enough to run it, both to make it or to compare."""
+    """An artifact folder and the float model that it is made of. Generating and exporting need only the folder; quantizing and comparing
+    need the model too."""
 
     def __init__(
         self,
@@ -55,10 +60,10 @@ class Workbench:
         exact: bool = False,
         progress: Progress[Any] = on_terminal,
     ) -> None:
-        """`plan`: a plan.json, in the place of a budget. `exact`: inputs of matmuls are not rounded to int8 on the way in."""
+        """`plan`: a plan.json, in the place of a budget. `exact`: inputs of matrix products are not rounded to int8."""
         place = Path(folder)
         is_made = (place / "fewbits.json").is_file()
-        self.folder = place if is_made else pipeline.output_path(place, pipeline.target_for(place, "fewbits"))
+        self.folder = place if is_made else export.output_path(place, export.target_for(place, "fewbits"))
         self.exact, self._model, self._plan, self._progress = exact, model, plan, progress
 
     @cached_property
@@ -76,10 +81,10 @@ class Workbench:
         """The transformers module over packed weights, as `from_pretrained` loads it."""
         from transformers import AutoModelForCausalLM
 
-        from fewbits import layers
+        from fewbits.inference.packed_weights import packed_weights
 
         loaded = AutoModelForCausalLM.from_pretrained(self.artifact.path)
-        for matrix in layers.matrices(loaded):
+        for matrix in packed_weights(loaded):
             matrix.exact = self.exact
         return loaded
 
@@ -93,19 +98,19 @@ class Workbench:
         return made
 
     def generate(self, prompt: str, tokens: int = 64, **options: Any) -> str:
-        """What follows the prompt, the most likely token each time unless `options`, which are transformers', say otherwise."""
+        """The text that follows the prompt, by the most likely token each time. `options` are those of transformers' `generate`."""
         tokenizer = self.artifact.tokenizer
         given = tokenizer(prompt, return_tensors="pt")
         out = self.module.generate(**given, max_new_tokens=tokens, **{"do_sample": False} | options)
         return str(tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True))
 
     def benchmark(self, inputs: Sequence[Text], targets: Sequence[Text]) -> Accuracy:
-        """Beside the float model: what each expects after every input, against what its target says."""
+        """How well the packed and the float model predict each target after its input, and how far they are from each other."""
         import torch
 
         if len(inputs) != len(targets) or not inputs:
             raise InputError(f"{len(inputs)} inputs do not go with {len(targets)} targets", "give one target for every input")
-        floats, measured = self.source.module(), verification.Measured()
+        floats, measured = self.source.module(), metrics.MeasuredLogits()
         hits, hits_base = [], []
         for one, target in self._progress(list(zip(inputs, targets, strict=True)), len(inputs), "comparing"):
             before, wanted = self._tokens(one, start=True), self._tokens(target)
@@ -116,10 +121,10 @@ class Workbench:
             measured.add(base, test, following)
             hits += (test.argmax(-1) == following).tolist()
             hits_base += (base.argmax(-1) == following).tolist()
-        verdict = verification.judge(
+        verdict = metrics.judge(
             measured,
-            verification.Thresholds(),
-            nbytes=pipeline.size_of(self.artifact.path),
+            accuracy.Thresholds(),
+            nbytes=sizes.size_of(self.artifact.path),
             bits_per_weight=self.artifact.plan.bits_per_weight,
             runtime="transformers",
             runtime_version=f"transformers {version('transformers')}",
@@ -127,7 +132,7 @@ class Workbench:
         return Accuracy(sum(hits) / len(hits), sum(hits_base) / len(hits), verdict)
 
     def export(self, out: str | Path, to: str | None = None) -> Path:
-        return pipeline.export(self.artifact, out, to=to, progress=self._progress)
+        return export.export(self.artifact, out, to=to, progress=self._progress)
 
     def _tokens(self, text: Text, start: bool = False) -> list[int]:
         return list(self.artifact.tokenizer(text, add_special_tokens=start)["input_ids"]) if isinstance(text, str) else list(text)
@@ -137,5 +142,5 @@ def _logits(module: Any, tokens: list[int]) -> Tensor:
     import torch
 
     with torch.inference_mode():
-        found: Tensor = module(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
-    return found
+        logits: Tensor = module(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        return logits.float()

@@ -14,32 +14,37 @@ from typing import Any
 
 import torch
 
-from fewbits import activations, inspection, planning
-from fewbits.calibration import documents
-from fewbits.checkpoints import folder, gguf_file, gguf_header, limits
+from fewbits import planning
+from fewbits.calibration.text import documents
 from fewbits.errors import FewbitsError
-from fewbits.model import Weight
-from fewbits.onnx_files import reading
+from fewbits.formats.runtime import activations
+from fewbits.inspection import contents
+from fewbits.model import limits
+from fewbits.model.checkpoints import folder
+from fewbits.model.gguf import checkpoint, header
+from fewbits.model.onnx import graph
+from fewbits.model.weights import Weight
 from fewbits.sensitivity import table
-from fewbits.tensor_files import SafetensorError
+from fewbits.store import untrusted
+from fewbits.store.tensor_file import SafetensorError
 
 WEIGHTS = (Weight("a", (64, 64), "mlp", "fp16"), Weight("b", (64, 32), "attention", "bf16"))
 
 
 def _gguf(path: Path) -> None:
-    opened = gguf_file.GgufFile(path)
+    opened = checkpoint.GgufFile(path)
     assert opened.fields is not None
     for tensor in opened._tensors.values():
         assert tensor.data.nbytes == tensor.n_bytes <= path.stat().st_size
 
 
 def _inspected(path: Path) -> None:
-    inspection._gguf(path)
+    contents._gguf(path)
 
 
 def _header(path: Path) -> None:
     with suppress(ValueError, struct.error):  # what gguf_file makes errors of ours of
-        gguf_header.read(path)
+        header.read(path)
 
 
 def _safetensors(path: Path) -> None:
@@ -50,21 +55,21 @@ def _safetensors(path: Path) -> None:
 
 
 def _config(path: Path) -> None:
-    content = folder.read_json(path, "fetch it again")
+    content = untrusted.read_json(path, "fetch it again")
     if isinstance(content, dict):
         limits.check(content, 10, path)
 
 
 def _plan(path: Path) -> None:
-    planning.read(folder.read_text(path, "fetch it again"), WEIGHTS)
+    planning.read(untrusted.read_text(path, "fetch it again"), WEIGHTS)
 
 
 def _activation(path: Path) -> None:
-    activations.from_dict(folder.read_json(path, "fetch it again"))
+    activations.from_dict(untrusted.read_json(path, "fetch it again"))
 
 
 def _onnx(path: Path) -> None:
-    opened = reading.OnnxModel(path)
+    opened = graph.OnnxModel(path)
     for weight in opened.weights:
         opened.load(weight)
 

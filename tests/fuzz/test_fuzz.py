@@ -76,6 +76,7 @@ def test_readers_survive_a_few_seconds_of_atheris(tmp_path: Path, record_propert
     assert ended.returncode == 0 and found, ended.stderr[-4000:]
 
 
+@pytest.mark.slow
 def test_some_decoders_survive_mutations_under_the_sanitizers(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """By any compiler, of the formats that compile in seconds. What finds more needs clang: the next one."""
     compiler = shutil.which("c++") or shutil.which("g++")
@@ -83,10 +84,10 @@ def test_some_decoders_survive_mutations_under_the_sanitizers(tmp_path: Path, re
         pytest.skip("no C++ compiler")
     sources = [
         NATIVE / "table.cc",
-        *(NATIVE / f"{name}.cc" for name in ("fp8", "iq4_xs", "k_symmetric")),
-        HERE.parent / "native" / "weights.cc",
+        *(NATIVE / "formats" / f"{name}.cc" for name in ("fp8", "iq4_xs", "k_symmetric")),
+        HERE.parent / "kernels" / "native" / "weights.cc",
     ]
-    words = [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-pthread", f"-I{NATIVE}", f"-I{HERE.parent / 'native'}"]
+    words = [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-pthread", f"-I{NATIVE}", f"-I{HERE.parent / 'kernels' / 'native'}"]
     words += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     all_of_it = [*words, *map(str, sources), str(HERE / "decoders.cc"), str(HERE / "without_clang.cc"), "-o", "decoders"]
     built = subprocess.run(all_of_it, cwd=tmp_path, capture_output=True, text=True)

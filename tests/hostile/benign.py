@@ -13,6 +13,7 @@ import transformers
 
 import fewbits
 from fewbits import pipeline
+from fewbits.targets import export
 
 TEXT = "Return a copy of the list with each item lower-cased. If x is None, raise ValueError('no x').\n\nNew in version 3.12.\n"
 
@@ -82,8 +83,8 @@ def _make(found: Benign) -> None:
     tokenizer().save_pretrained(found.model)
     found.text.write_text(TEXT * 60)
     pipeline.quantize(found.model, found.artifact, to="fewbits", format="q4_0", method="rtn", no_verify=True)
-    pipeline.export(found.artifact, found.gguf)
-    pipeline.export(found.artifact, found.onnx)
+    export.export(found.artifact, found.gguf)
+    export.export(found.artifact, found.onnx)
     fewbits.calibrate(found.model, found.statistics, data=[found.text], samples=4, length=32)
     fewbits.measure(found.model, found.sensitivity, stats=found.statistics, formats=("q4_0", "q8_0"), method="rtn")
     onnx.save(graph(), found.graph)

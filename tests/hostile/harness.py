@@ -26,7 +26,7 @@ SECONDS = 5  # of processor time
 _BACKSTOP = 2 << 30  # of address space: an allocation beyond fails at once instead of taking the machine down
 _WALL = 120  # seconds until a process that sleeps is ended
 _FORBIDDEN = ("socket.connect", "pickle.find_class", "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn")
-_ALLOWED = [sys.executable, "-P", "-m", "fewbits.trial"]
+_ALLOWED = [sys.executable, "-P", "-m", "fewbits.verification.sandbox"]
 _STEPPED_OUT = 77  # exit code where something of that was tried
 _LINES = 12  # of stderr that are kept
 
@@ -97,13 +97,15 @@ def _load() -> None:
     loaded: Sequence[Any] = (onnx, onnxruntime, safetensors.torch, transformers, AutoConfig, AutoTokenizer, LlamaForCausalLM)
     assert loaded
     own = (
-        "cli", "pipeline", "inspection", "measurement", "calibration.collecting", "generation.llama", "comparison", "sensitivity",
-        "checkpoints.gguf_file", "reporting.plans", "onnx_files.command", "onnx_files.saving", "onnx_files.verifying",
-        "onnx_files.calibrating", "runtimes.torch", "targets.gguf", "targets.onnx", "targets.onnx_genai", "targets.compressed_tensors",
+        "cli", "pipeline", "inspection", "verification.forecast.measurement", "calibration.collector", "inference.llama",
+        "inspection.formats", "sensitivity", "model.gguf.checkpoint", "reporting.terminal.plans", "onnx_graphs.verbs", "onnx_graphs.save",
+        "onnx_graphs.outputs", "onnx_graphs.statistics", "verification.runtimes.torch", "targets.gguf", "targets.onnx",
+        "targets.onnx_genai", "targets.compressed_tensors",
     )  # fmt: skip
     for name in own:
         importlib.import_module(f"fewbits.{name}")
-    from fewbits import methods, runtimes, targets
+    from fewbits import methods, targets
+    from fewbits.verification import runtimes
 
     assert methods.get("auto") and runtimes.all() and targets.all()
     _once("inspect", "/nowhere.gguf")  # what reads arguments and draws errors is loaded by use

@@ -69,9 +69,9 @@ VERBS: dict[str, dict[str, str]] = {
     "arrays": {"verify": "verify {graph} --against {graph} --data {x}"},
 }
 
-# verbs that open a model by the same code as another one above: in `make test-all`
-_ALIKE = {"calibrate", "verify against", "verify as a language model", "quantize by importance"}
-ALIKE = {kind: _ALIKE & VERBS[kind].keys() for kind in ("gguf", "folder", "onnx")}
+# `make test` opens each file by the verb that reads most of it, `make test-all` by every other one
+FIRST = {kind: next(verb for verb in ("quantize", "verify", *verbs) if verb in verbs) for kind, verbs in VERBS.items()}
+OTHERS = {kind: verbs.keys() - {FIRST[kind]} for kind, verbs in VERBS.items() if len(verbs) > 1}
 
 
 def words(verb: str, kind: str, hostile: Path, honest: Benign, out: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which weights are timed: formats, shapes of real models, and packed weights of any shape in a moment."""
+"""Which weights are timed: the usual formats, shapes of real models, and packed weights of any shape, made quickly."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Packed:
         return {name: part.clone() for name, part in self.parts.items()}
 
     def decoded(self, rows: Tensor) -> Tensor:  # -> (len(rows), K) float64, by the reference
-        own = {name: part[rows] if len(part) == self.shape[0] else part for name, part in self.parts.items()}
-        return reference.decode(self.fmt, own).double()
+        chosen = {name: part[rows] if len(part) == self.shape[0] else part for name, part in self.parts.items()}
+        return reference.decode(self.fmt, chosen).double()
 
 
 def packed(fmt: Format, shape: Shape) -> Packed:
-    """A weight of this shape (N, K). A few rows are quantized, and each row of the weight is one of these, drawn at random: so it takes a
-    moment, codes are as frequent as in a real weight, and a kernel that reads a wrong row is found out."""
+    """A weight of this shape (N, K). 64 rows are quantized, and each row of the weight is one of these, drawn at random. That is quick,
+    codes are as frequent as in a real weight, and a kernel that reads a wrong row gives a wrong product."""
     from fewbits.methods import rtn
 
     if reason := fmt.fits(shape):
@@ -64,14 +64,19 @@ def packed(fmt: Format, shape: Shape) -> Packed:
 
 def shapes_of(texts: Sequence[str]) -> list[tuple[int, int]]:
     """`4096x14336` -> (K, N)."""
-    found = []
+    shapes = []
     for text in texts:
         match = re.fullmatch(r"(\d+)\s*[xX]\s*(\d+)", text.strip())
         if not match or 0 in (k_n := (int(match[1]), int(match[2]))):
             raise InputError(f"`--shape {text}` is not a shape", "columns x rows, for example 4096x14336")
-        found.append(k_n)
-    return found
+        shapes.append(k_n)
+    return shapes
 
 
-def formats_of(names: Sequence[str]) -> list[Format]:
-    return [formats.get(name) for name in names]
+def formats_of(names: Sequence[str], shape: tuple[int, int]) -> list[Format]:
+    """All of which must be able to hold a weight of this shape (K, N)."""
+    fmts = [formats.get(name) for name in names]
+    for fmt in fmts:
+        if reason := fmt.fits((shape[1], shape[0])):
+            raise InputError(f"{fmt.name} cannot hold {shape[0]}x{shape[1]}: {reason}", "choose another `--shape`")
+    return fmts

@@ -14,16 +14,19 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 ROUNDS = 7
 _BURST = 0.03  # seconds of calls in a round
 _MOST_CALLS = 2000  # in a burst
 _LONG = 0.02  # seconds: beside a call as long, threads that must wake up first do not show
 _CHUNK = 0.001  # seconds of calls, at least, between two looks at who waited: a look takes some 0.1 ms
-_PRESENT = 0.85  # of the processors that a contender was seen to use: who had fewer was disturbed
-_WAITED = 0.02  # of the time of a call: who waited no longer was not disturbed
+_PRESENT = 0.85  # share of the processors that a contender was seen to use: a call that had fewer was disturbed
+_WAITED = 0.02  # share of a call's time: a call that waited no longer was not disturbed
 _PATIENCE = 0.6  # seconds for a burst, when calls are disturbed
 _PAUSE = 0.03  # seconds: threads of OpenMP and of onnxruntime spin for up to 20 ms after a call, on the cores that the next one needs
 
@@ -61,6 +64,17 @@ class Timed:
         return spread(within(self.rounds, self.quiet))
 
 
+@contextmanager
+def on_threads(threads: int | None) -> Iterator[int]:
+    """Kernels, ours and torch's, run on so many threads inside; None: on as many as before. Gives the number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield threads or before
+    finally:
+        torch.set_num_threads(before)
+
+
 def spread(values: Sequence[float]) -> Spread:
     if len(values) == 1:
         return Spread(values[0], values[0], values[0])
@@ -68,13 +82,14 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median, low, high)
 
 
-def speedup(own: Timed, other: Timed) -> Spread:
-    """How many times as fast as the other one."""
-    return ratio(other.rounds, other.quiet, own.rounds, own.quiet)
+def speedup(ours: Timed, other: Timed) -> Spread:
+    """How many times as fast as the other one we are."""
+    return ratio(other.rounds, other.quiet, ours.rounds, ours.quiet)
 
 
 def ratio(upper: Sequence[float], upper_quiet: Sequence[bool], lower: Sequence[float], lower_quiet: Sequence[bool]) -> Spread:
-    """Round by round, where both were left alone; if there is no such round, between all that each had alone; if one had none, of all."""
+    """Round by round, over rounds in which neither was disturbed. Without any, between all undisturbed rounds of the one and of the other;
+    and if one of them has none, over all rounds."""
     rows = list(zip(upper, upper_quiet, lower, lower_quiet, strict=True))
     paired = [a / b for a, calm, b, calm_too in rows if calm and calm_too]
     apart = [a / b for a, calm, _, _ in rows if calm for _, _, b, calm_too in rows if calm_too]
@@ -151,10 +166,10 @@ class _Bursts:
         self._rounds.append((left_alone, every))
 
     def timed(self) -> Timed:
-        kept = [self._with_all(left_alone) for left_alone, _ in self._rounds]
-        rounds = [min(own or every) for own, (_, every) in zip(kept, self._rounds, strict=True)]
-        calls = [seconds for own in kept for seconds in own] or [seconds for _, every in self._rounds for seconds in every]
-        return Timed(self._contender.name, tuple(calls), tuple(rounds), tuple(bool(own) for own in kept))
+        undisturbed = [self._with_all(left_alone) for left_alone, _ in self._rounds]
+        rounds = [min(good or every) for good, (_, every) in zip(undisturbed, self._rounds, strict=True)]
+        calls = [seconds for good in undisturbed for seconds in good] or [seconds for _, every in self._rounds for seconds in every]
+        return Timed(self._contender.name, tuple(calls), tuple(rounds), tuple(bool(good) for good in undisturbed))
 
     def _with_all(self, left_alone: list[tuple[float, float]]) -> list[float]:
         """Calls that had all their threads: one that still waits to run for the first time is in no statistics, but its work is missing."""

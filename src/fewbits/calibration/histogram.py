@@ -11,7 +11,7 @@ from fewbits.errors import InputError
 
 BINS = 4096  # half of them for each sign: a bin is reach / 2048 wide, so |x| is known to 1/1024 of the largest, or better
 HALF = BINS // 2
-SMALLEST = -100  # the exponent of the narrowest reach. Subnormal values all fall beside zero, however the processor treats them
+SMALLEST = -100  # exponent of the narrowest reach: subnormal values then fall beside zero, whether the processor flushes them or not
 _LARGEST = 128  # float32 ends below 2 ** 128
 _AT_ONCE = 1 << 20  # values binned at a time: bounds the indices' memory
 
@@ -19,9 +19,9 @@ _AT_ONCE = 1 << 20  # values binned at a time: bounds the indices' memory
 class Histogram:
     """Counts of values in 4096 bins over (-reach, reach), where reach is the least power of two above every |x| (2 ** -100 at least).
 
-    Of a value only its sign and m = floor(|x| / width) matter: bin 2048 + m from zero up, 2047 - m below zero. Twice the width makes
-    m // 2 of m, so widening adds bins in pairs and loses nothing, and the result depends on the values alone: not on their
-    order, on batches or on merging. Negative zero counts as zero.
+    A value is in bin 2048 + m from zero up and in bin 2047 - m below zero, with m = floor(|x| / width). Twice the width turns m into
+    m // 2, so widening adds bins in pairs and is exact. The result depends on the values only, not on their order, on batches or on
+    merging. Negative zero counts as zero.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Histogram:
 
     @classmethod
     def of_counts(cls, counts: Tensor, exponent: int) -> Histogram:
-        """From counts taken elsewhere at reach 2 ** exponent, which must be the least that holds them."""
+        """From counts of other code at reach 2 ** exponent, which must be the least that holds them."""
         histogram = cls()
         histogram._counts, histogram._exponent = counts, exponent
         return histogram
@@ -60,10 +60,6 @@ class Histogram:
     @property
     def total(self) -> int:
         return int(self._counts.sum())
-
-    @property
-    def edges(self) -> Tensor:  # (4097,) float64
-        return torch.arange(-HALF, HALF + 1, dtype=torch.float64) * self.width
 
     @property
     def centres(self) -> Tensor:  # (4096,) float64
@@ -116,8 +112,8 @@ class Histogram:
 
 
 def exponent_above(values: Tensor) -> int:
-    """The least exponent, from SMALLEST up, whose power of two lies above every |x|; values are float32 and not none."""
-    low, high = torch.aminmax(values)  # NaN comes through
+    """The least exponent, from SMALLEST up, whose power of two is above every |x|; `values` is float32 and not empty."""
+    low, high = torch.aminmax(values)  # NaN propagates
     largest = max(abs(low.item()), abs(high.item()))
     if not math.isfinite(largest) or math.isnan(low.item()):
         refuse(values)
@@ -125,7 +121,7 @@ def exponent_above(values: Tensor) -> int:
 
 
 def refuse(values: Tensor) -> None:
-    """Say which values are not finite."""
+    """Raises an error that says how many values are not finite."""
     bad = values[~values.isfinite()]
     raise InputError(
         f"{len(bad)} of {values.numel()} activations are not finite; the first is `{bad[0].item()}`",
@@ -134,9 +130,9 @@ def refuse(values: Tensor) -> None:
 
 
 def bins_of(values: Tensor, exponent: int) -> Tensor:
-    """The bin of each float32 value, int64. Scaling by a power of two is exact, or ends below 2 ** -126: beside zero."""
+    """The bin of each float32 value, int64. Scaling by a power of two is exact; results below 2 ** -126 fall beside zero."""
     magnitude = (values.abs() * 2.0 ** (11 - exponent)).to(torch.int64)
-    bits = values.view(torch.int32)  # the sign by integers: a comparison calls a subnormal zero where the thread flushes them
+    bits = values.view(torch.int32)  # the sign bit: where a thread flushes subnormals, a comparison takes them for zero
     negative = (bits < 0) & (bits != torch.iinfo(torch.int32).min)
     return torch.where(negative, HALF - 1 - magnitude, HALF + magnitude)
 
@@ -144,6 +140,6 @@ def bins_of(values: Tensor, exponent: int) -> Tensor:
 def _widened(counts: Tensor, doublings: int) -> Tensor:
     if doublings == 0:
         return counts
-    shift = min(doublings, 12)  # after 11, everything lies in the two bins beside zero
+    shift = min(doublings, 12)  # after 11, all values are in the two bins beside zero
     old = torch.arange(-HALF, HALF)
     return torch.zeros_like(counts).index_add_(0, (old >> shift) + HALF, counts)

@@ -3,7 +3,7 @@
 GGUF (current): `general.type` = imatrix; `NAME.weight.in_sum2` (sum of squares, float32 [mats, cols]) and `NAME.weight.counts`
 (tokens, float32 [mats, 1]) under llama.cpp's tensor names; `imatrix.datasets`, `imatrix.chunk_count`, `imatrix.chunk_size`.
 Legacy (.dat): int32 entries; each: int32 length, name, int32 calls, int32 values, float32 values (mean squares * calls); then
-int32 chunks, int32 length, name of the data. A stack of experts has a row and a count for each, in the legacy form no counts.
+int32 chunks, int32 length, name of the data. A tensor of experts has a row and a count for each of them; the legacy form has no counts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fewbits import architectures
 from fewbits.calibration.statistics import InputStatistics, WeightStatistics
 from fewbits.errors import InputError
-from fewbits.files import Staged
+from fewbits.model.gguf import architectures
+from fewbits.store.files import Staged
 
 if TYPE_CHECKING:
-    from fewbits.calibration.storing import Statistics
+    from fewbits.calibration.folder import Statistics
     from fewbits.model import Model
 
 _HINT = "give a file that llama.cpp's llama-imatrix or `fewbits calibrate --imatrix` wrote"
@@ -34,14 +34,14 @@ _HINT = "give a file that llama.cpp's llama-imatrix or `fewbits calibrate --imat
 
 @dataclass(frozen=True)
 class _Entry:
-    """Of one tensor."""
+    """What the file says about one tensor."""
 
     squares: Tensor  # (mats, cols) float64: sums over tokens
-    counts: Tensor  # (mats,) float64: tokens; of an expert that was given none, 0
+    counts: Tensor  # (mats,) float64: tokens; 0 for an expert that was given none
 
 
 def write(statistics: Statistics, source: Model, path: Path) -> None:
-    """In the legacy form if the file is called so. The tokens of all positions count, as they do in llama.cpp."""
+    """In the legacy form if the file is named `.dat`. Tokens at all positions count alike, as in llama.cpp."""
     runs = statistics.about["runs"]
     tokens, samples = sum(run["tokens"] for run in runs), sum(run["samples"] for run in runs)
     chunk = max(1, tokens // max(1, samples))
@@ -54,16 +54,16 @@ def write(statistics: Statistics, source: Model, path: Path) -> None:
 
 
 def _entries(statistics: Statistics, source: Model) -> dict[str, _Entry]:
-    """llama.cpp has none for a lookup, and a tied output is its embedding."""
+    """By llama.cpp's tensor name. It has no entry for an embedding, nor for an output tied to one."""
     places = architectures.Places(source.config)
-    found: dict[str, _Entry] = {}
+    entries: dict[str, _Entry] = {}
     multiplied = (weight for weight in source.weights if statistics.site(weight.name) is not None and weight.kind != "embedding")
     for parameter, together in groupby(multiplied, lambda weight: weight.parameter):
         seen = [statistics.input(weight.name) for weight in together]
         counts = torch.tensor([one.tokens() for one in seen], dtype=torch.float64)
         squares = torch.stack([one.mean_square().double() * one.tokens() for one in seen])
-        found |= {place.tensor: _Entry(squares, counts) for place in places(parameter)}
-    return found
+        entries |= {place.tensor: _Entry(squares, counts) for place in places(parameter)}
+    return entries
 
 
 def _write_gguf(path: Path, entries: dict[str, _Entry], datasets: list[str], chunk: int, chunks: int) -> None:
@@ -90,7 +90,7 @@ def _write_legacy(path: Path, entries: dict[str, _Entry], datasets: list[str], c
         for name, entry in entries.items():
             calls = max(1, math.ceil(float(entry.counts.max()) / chunk))
             counts = entry.counts.unsqueeze(1)
-            means = torch.where(counts > 0, entry.squares / counts.clamp(min=1), 1.0)  # all columns alike, as llama.cpp takes no tokens
+            means = torch.where(counts > 0, entry.squares / counts.clamp(min=1), 1.0)  # without tokens llama.cpp takes all columns alike
             label, values = name.encode(), (means * calls).float().flatten().numpy()
             file.write(struct.pack("<i", len(label)) + label + struct.pack("<ii", calls, len(values)) + values.astype("<f4").tobytes())
         label = ",".join(datasets).encode()
@@ -98,7 +98,7 @@ def _write_legacy(path: Path, entries: dict[str, _Entry], datasets: list[str], c
 
 
 class ImportanceMatrix:
-    """What such a file says about a model's weights: importance per column, and nothing of Hessians or gradients."""
+    """What a file says about a model's weights: importance per column, without Hessians and gradients."""
 
     def __init__(self, path: Path, source: Model) -> None:
         self.path = path
@@ -111,7 +111,7 @@ class ImportanceMatrix:
         self._mats = Counter(weight.parameter for weight in source.weights)
 
     def of(self, weight: str) -> WeightStatistics | None:
-        """None: the file says nothing about it."""
+        """None: the file has nothing about it."""
         entry = next((self._entries[tensor] for tensor in self._tensors[weight] if tensor in self._entries), None)
         if entry is None:
             return None
@@ -123,18 +123,18 @@ class ImportanceMatrix:
         count = float(entry.counts.flatten()[place if entry.counts.numel() > 1 else 0])
         if not count:
             return None  # an expert that no token was given to
-        found = (entry.squares.reshape(mats, cols)[place] / count).float()
-        squares = found.double().expand(2, -1).clone()  # there are no halves to tell apart: both are all there is
+        mean_square = (entry.squares.reshape(mats, cols)[place] / count).float()
+        squares = mean_square.double().expand(2, -1).clone()  # the file has no halves: both get the same values
         seen = InputStatistics(
             count=torch.tensor([1, 1]),
             total=torch.zeros_like(squares),
             square=squares,
-            low=-found.sqrt(),
-            high=found.sqrt(),
-            first=torch.empty(0, len(found)),
+            low=-mean_square.sqrt(),
+            high=mean_square.sqrt(),
+            first=torch.empty(0, cols),
             first_half=torch.empty(0, dtype=torch.uint8),
             extremes=torch.empty(0, 2),
-            some=torch.empty(0, len(found), dtype=torch.float16),
+            some=torch.empty(0, cols, dtype=torch.float16),
             some_half=torch.empty(0, dtype=torch.uint8),
         )
         return WeightStatistics(seen)
@@ -145,34 +145,34 @@ def _read(path: Path) -> dict[str, _Entry]:
     try:
         with path.open("rb") as file:
             magic = file.read(4)
-        found = _read_gguf(path) if magic == b"GGUF" else _read_legacy(path.read_bytes())
+        entries = _read_gguf(path) if magic == b"GGUF" else _read_legacy(path.read_bytes())
     except OSError as failure:
         raise InputError(f"`{path}` cannot be read: {failure.strerror}", _HINT) from failure
     except (ValueError, KeyError, IndexError, struct.error, UnicodeDecodeError) as failure:
         raise InputError(f"`{path}` is not an importance matrix: {failure}", _HINT) from failure
-    numbers = [values for entry in found.values() for values in (entry.squares, entry.counts)]
-    if not found or not all(values.isfinite().all() and bool((values >= 0).all()) for values in numbers):
+    numbers = [values for entry in entries.values() for values in (entry.squares, entry.counts)]
+    if not entries or not all(values.isfinite().all() and bool((values >= 0).all()) for values in numbers):
         raise InputError(f"`{path}` holds no importance that can be used", _HINT)
-    return found
+    return entries
 
 
 def _read_gguf(path: Path) -> dict[str, _Entry]:
-    from fewbits.checkpoints.gguf_file import open_reader
+    from fewbits.model.gguf.checkpoint import open_reader
 
-    found = open_reader(path).tensors
-    if other := next((tensor for tensor in found if tensor.tensor_type.name != "F32"), None):
+    stored = open_reader(path).tensors
+    if other := next((tensor for tensor in stored if tensor.tensor_type.name != "F32"), None):
         raise ValueError(f"`{other.name}` is stored as {other.tensor_type.name}")
-    tensors = {tensor.name: torch.from_numpy(np.array(tensor.data, np.float64)) for tensor in found}
+    tensors = {tensor.name: torch.from_numpy(np.array(tensor.data, np.float64)) for tensor in stored}
     names = [name.removesuffix(".in_sum2") for name in tensors if name.endswith(".in_sum2")]
     return {name: _Entry(tensors[f"{name}.in_sum2"], tensors[f"{name}.counts"]) for name in names}
 
 
 def _read_legacy(content: bytes) -> dict[str, _Entry]:
-    (entries,) = struct.unpack_from("<i", content)
-    at, found = 4, {}
-    if not 0 < entries < 1 << 20:
-        raise ValueError(f"{entries} entries")
-    for _ in range(entries):
+    (number,) = struct.unpack_from("<i", content)
+    at, entries = 4, {}
+    if not 0 < number < 1 << 20:
+        raise ValueError(f"{number} entries")
+    for _ in range(number):
         (length,) = struct.unpack_from("<i", content, at)
         name = content[at + 4 : at + 4 + length].decode()
         calls, count = struct.unpack_from("<ii", content, at + 4 + length)
@@ -180,6 +180,6 @@ def _read_legacy(content: bytes) -> dict[str, _Entry]:
         if not (0 < length < 4096 and 0 < count <= (len(content) - at) // 4):
             raise ValueError(f"an entry of {count} values at byte {at}")
         values = torch.from_numpy(np.frombuffer(content, "<f4", count, at).astype(np.float64))
-        found[name] = _Entry(values, torch.tensor([max(1.0, calls)], dtype=torch.float64))
+        entries[name] = _Entry(values, torch.tensor([max(1.0, calls)], dtype=torch.float64))
         at += 4 * count
-    return found
+    return entries

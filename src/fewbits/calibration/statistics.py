@@ -1,9 +1,9 @@
-"""What calibration saw: for every weight what its inputs looked like, and how its output moves the loss.
+"""The statistics of a weight: what its inputs look like, and how its output moves the loss.
 
-Everything is a sum over tokens, so that two runs add up to one, and every sum is kept for two halves of the samples apart: what is
-fitted to one half is judged on the other, and the drift from one half to both says whether more data would help. Position 0 is apart
-too. It often carries massive activations (the attention sink), matters far more to some weights than one position in 512 should
-and not at all to others: averaged with the rest it misleads, and left out it is missed.
+Everything is a sum over tokens, so that two runs add up to one. Every sum is held separately for two halves of the samples: what is
+fitted to one half is judged on the other, and the drift from one half to both says whether more data would help. Position 0 is separate
+too. It often carries massive activations (the attention sink) and matters far more to some weights than one position in 512 should, and
+not at all to others: averaged with the rest it misleads, and without it something is missing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fewbits.calibration.triangles import Triangles
 
 if TYPE_CHECKING:
     from fewbits.calibration.histogram import Histogram
-    from fewbits.ranges import Levels, Range
+    from fewbits.calibration.ranges import Levels, Range
 
 Kind = Literal["aware", "plain", "fisher", "class"]
 Half = Literal[0, 1] | None  # one half of the samples, or all of them
-Moment = Tensor | Triangles  # (2, cols, cols) float32: as it was recorded, or as a file holds it
+Moment = Tensor | Triangles  # (2, cols, cols) float32: in full, or as the triangles of a file
 Rows = slice | Tensor  # some rows of a weight: every n-th, or by index
-_PLAIN_SHARE = 0.05  # of the plain moments in the loss-weighted ones: what never moved the loss in calibration may do so later
+_PLAIN_SHARE = 0.05  # of the plain moments in the loss-weighted ones: an input that never moved the loss in calibration may do so later
 
 
 @dataclass
 class InputStatistics:
-    """One tensor that one or more weights read. Moments over positions after the first; the first ones as they were."""
+    """One tensor that one or more weights read. Moments are over positions after the first; inputs at position 0 are stored in full."""
 
     count: Tensor  # (2,) int64: tokens of each half
     total: Tensor  # (2, cols) float64
@@ -40,7 +40,7 @@ class InputStatistics:
     first: Tensor  # (samples, cols) float32: the inputs at position 0
     first_half: Tensor  # (samples,) uint8
     extremes: Tensor  # (batches, 2) float32: least and greatest value of each batch, in order
-    some: Tensor  # (tokens, cols) float16: a few inputs as they were, from positions after the first
+    some: Tensor  # (tokens, cols) float16: a few inputs in full, from positions after the first
     some_half: Tensor  # (tokens,) uint8
     histogram: Histogram | None = None  # of all values, position 0 included
     moment: Moment | None = None  # sum of x x^T
@@ -60,7 +60,7 @@ class InputStatistics:
         return self.first if half is None else self.first[self.first_half == half]
 
     def drawn(self, half: Half = None) -> Tensor:
-        """(tokens, cols) float32: some real inputs."""
+        """(tokens, cols) float32: a few real inputs."""
         return (self.some if half is None else self.some[self.some_half == half]).float()
 
     def mean(self, half: Half = None) -> Tensor:
@@ -68,19 +68,19 @@ class InputStatistics:
         return (total / max(1, self.tokens(half))).float()
 
     def later_mean(self) -> Tensor:
-        """Over positions after the first, whose massive activations are not what a bias should follow."""
+        """Mean over positions after the first: a bias should not follow the massive activations at position 0."""
         return (self.total.sum(0) / self.count.sum().clamp(min=1)).float()
 
     def mean_square(self, half: Half = None, first: float = 1.0, rest: float = 1.0) -> Tensor:
-        """Per channel. With every position alike, what llama.cpp calls an importance matrix."""
+        """Per channel, with these weights for position 0 and for the rest. With equal weights it is llama.cpp's importance matrix."""
         square = _of(self.square, half) * rest + self.firsts(half).double().square().sum(0) * first
         return (square / max(1, self.tokens(half))).float()
 
     def range(self, method: str, levels: Levels) -> Range:
-        """Of all its values, by one of fewbits.ranges' estimators."""
-        from fewbits import ranges
+        """The range of all values, by one of the estimators in fewbits.calibration.ranges."""
+        from fewbits.calibration import ranges
 
-        assert self.histogram is not None, "rescaled: no histogram of the values is left"
+        assert self.histogram is not None, "after rescaling there is no histogram"
         moving = ranges.MovingAverage()
         for low, high in self.extremes.tolist():
             moving.add_extremes(low, high)
@@ -90,12 +90,13 @@ class InputStatistics:
         """Mean of x x^T with these weights for position 0 and for the positions after it."""
         assert self.moment is not None, "calibrated without Hessians"
         x = self.firsts(half)
-        return _own(self.moment, half).mul_(rest).add_((x.T @ x).mul_(first)).div_(max(1, self.tokens(half)))
+        return _copy(self.moment, half).mul_(rest).add_((x.T @ x).mul_(first)).div_(max(1, self.tokens(half)))
 
 
 @dataclass
 class Lookup:
-    """The rows of an embedding are what goes into the model: an error d in one costs d G d^T, G the gradient's second moment there."""
+    """An embedding used as a table: its rows are the inputs of the model. An error d in one costs d G d^T, with G the second moment of
+    the gradient there."""
 
     usage: Tensor  # (rows,) int64: how often each was looked up
     square: Tensor | None = None  # (2, cols) float64: sum over tokens of g^2
@@ -106,13 +107,13 @@ class Lookup:
         return max(1, int(self.usage.sum()))
 
     def mean_gradient(self) -> float:
-        """Of g^2 over columns, summed over tokens."""
+        """Mean of g^2 over columns, summed over tokens."""
         assert self.fisher is not None, "calibrated without Hessians"
         return float(_of(self.fisher, None).diagonal().mean())
 
     def frequency(self) -> Tensor:
-        """(rows,): the share of lookups that each row is expected to get. Rows never seen share what Good and Turing give them: as much
-        as those seen once have together."""
+        """(rows,): the expected share of lookups of each row. By Good and Turing's estimate, rows never seen share as many lookups as all
+        rows seen once have together."""
         usage = self.usage.float()
         unseen = self.usage == 0
         usage[unseen] = float((self.usage == 1).sum()) / max(1, int(unseen.sum()))
@@ -121,14 +122,14 @@ class Lookup:
 
 @dataclass
 class WeightStatistics:
-    """One weight: its inputs, and, from one backward pass with labels drawn from the model itself, how its output moves the loss."""
+    """One weight: its inputs, and how its output moves the loss, from one backward pass with labels drawn from the model's predictions."""
 
-    input: InputStatistics | None  # None: an embedding that is not an output matrix too
+    input: InputStatistics | None  # None: an embedding that is not the output matrix too
     sensitivity: Tensor | None = None  # (2 halves, 2: position 0, later) float64: sum of the tokens' loss weights
     gradient_square: Tensor | None = None  # (2, rows) float64: sum over tokens of g^2
     fisher_square: Tensor | None = None  # (2, cols) float64: sum of w_t x^2, w_t the mean over outputs of g_t^2
     fisher: Moment | None = None  # sum of w_t x_t x_t^T
-    lookup: Lookup | None = None  # an embedding's other role
+    lookup: Lookup | None = None  # of an embedding
 
     @property
     def has_importance(self) -> bool:
@@ -139,7 +140,7 @@ class WeightStatistics:
         return (self.input is not None and self.input.moment is not None) or (self.lookup is not None and self.lookup.fisher is not None)
 
     def importance(self, half: Half = None) -> Tensor:
-        """Per column, of mean 1: the diagonal of the Hessian, which a search for scales weighs its errors with."""
+        """Per column, with mean 1: the diagonal of the Hessian, by which a search for scales weights its errors."""
         by_token = self._by_token(half, self.fisher_square, self.lookup.square if self.lookup else None)
         if by_token is None or self.input is None or self.sensitivity is None:
             return _normal(self._input.mean_square(half) if by_token is None else by_token)
@@ -148,9 +149,9 @@ class WeightStatistics:
         return _normal(_normal(_normal(by_token) + plain) + _normal(by_class))
 
     def hessian(self, half: Half = None, kind: Kind = "aware") -> Tensor:
-        """(cols, cols), of mean diagonal 1. Aware of the attention sink: the average of
+        """(cols, cols), with mean diagonal 1. The default takes the attention sink into account; it is the average of
 
-        fisher  every token by its own weight in the loss, with a little of the plain moments
+        fisher  every token by its weight in the loss, with a little of the plain moments
         class   position 0 and the positions after it, each class by its mean weight: coarser, and less noisy
         """
         by_token = self._by_token(half, self.fisher, self.lookup.fisher if self.lookup else None)
@@ -162,13 +163,13 @@ class WeightStatistics:
         fisher = _normalized(_normalized(by_token).add_(plain.mul_(_PLAIN_SHARE)))
         if kind == "fisher":
             return fisher
-        del plain  # of a wide layer one of these takes a gigabyte
+        del plain  # for a wide layer it takes a gigabyte
         by_class = _normalized(self._input.second_moment(half, *self._class_weights(half)))
         return by_class if kind == "class" else _normalized(fisher.add_(by_class))
 
     def damage(self, error: Tensor, w: Tensor, half: Half = None, rows: Rows = slice(None)) -> float:
-        """Of this error (rows, cols) in the weight: the KL that it is predicted to cost; without gradients the squared error of the
-        output, relative to the output."""
+        """The predicted KL of this error (rows, cols) in the weight; without gradients the squared error of the output, relative to the
+        output."""
         if self.predicts_kl:
             return float(self.row_damage(error, half, rows).sum())
         plain = self.hessian(half, "plain") if self.has_hessian else self.importance(half).diag()
@@ -180,16 +181,16 @@ class WeightStatistics:
         return by_output if self.input is not None else self.lookup is not None and self.lookup.fisher is not None
 
     def row_damage(self, error: Tensor, half: Half = None, rows: Rows = slice(None)) -> Tensor:
-        """(rows,): the predicted KL of each row's error, half of g2_i e_i H e_i^T, H weighted by the tokens' share in the loss; for an
-        embedding's lookups half of how often row i is looked up times e_i G e_i^T."""
+        """(rows,): the predicted KL of each row's error: half of g2_i e_i H e_i^T, with H weighted by the tokens' share in the loss.
+        For the lookups of an embedding: half of how often row i is looked up times e_i G e_i^T."""
         assert self.predicts_kl, "calibrated without gradients"
         damage = torch.zeros(len(error))
         if self.fisher is not None and self.sensitivity is not None:
-            weighted = _own(self.fisher, half).div_(_of(self.sensitivity, half).sum().float().clamp(min=1e-30))
+            weighted = _copy(self.fisher, half).div_(_of(self.sensitivity, half).sum().float().clamp(min=1e-30))
             damage += 0.5 * self.output_sensitivity(half)[rows] * _quadratic(error, weighted)
         if self.lookup is not None and self.lookup.fisher is not None:
             tokens = self.input.tokens(half) if self.input else self.lookup.tokens / (1 if half is None else 2)
-            damage += 0.5 * self.lookup.frequency()[rows] * _quadratic(error, _own(self.lookup.fisher, half).div_(max(1, tokens)))
+            damage += 0.5 * self.lookup.frequency()[rows] * _quadratic(error, _copy(self.lookup.fisher, half).div_(max(1, tokens)))
         return damage
 
     def errors_by_place(self, error: Tensor, w: Tensor, half: Half = None) -> tuple[float, float]:
@@ -205,12 +206,6 @@ class WeightStatistics:
         assert self.gradient_square is not None, "calibrated without gradients"
         return (_of(self.gradient_square, half) / max(1, self._input.tokens(half))).float()
 
-    def first_share(self, half: Half = None) -> float:
-        """How much of the loss's sensitivity to this weight's output sits on position 0."""
-        assert self.sensitivity is not None, "calibrated without gradients"
-        first, rest = _of(self.sensitivity, half).tolist()
-        return float(first / max(first + rest, 1e-300))
-
     @property
     def _input(self) -> InputStatistics:
         assert self.input is not None, "an embedding has no input"
@@ -223,8 +218,9 @@ class WeightStatistics:
         return first / max(1, firsts), rest / max(1, self._input.tokens(half) - firsts)
 
     def _by_token(self, half: Half, output: Moment | None, lookup: Moment | None) -> Tensor | None:
-        """A tied matrix has two roles. Over its rows, the loss of the output role sums to rows * fisher, of the lookups to theirs."""
-        both = [_own(sums, half).float().mul_(times) for sums, times in ((output, self._rows), (lookup, 1)) if sums is not None]
+        """Loss-weighted sums. A tied matrix has two roles: over its rows, the loss as an output sums to rows * fisher, as a table to
+        the lookups' fisher."""
+        both = [_copy(sums, half).float().mul_(times) for sums, times in ((output, self._rows), (lookup, 1)) if sums is not None]
         return both[0].add_(both[1]) if len(both) == 2 else both[0] if both else None
 
     @property
@@ -233,29 +229,29 @@ class WeightStatistics:
 
 
 def _of(sums: Moment, half: Half) -> Tensor:
-    """Not to be changed: it may be a part of the sums themselves."""
+    """Sums of one half or of both. Do not write to it: it may be a view of the sums."""
     if half is not None:
         return sums[half]
     return sums.total() if isinstance(sums, Triangles) else sums.sum(0)
 
 
-def _own(sums: Moment, half: Half) -> Tensor:
-    """To be changed at will."""
+def _copy(sums: Moment, half: Half) -> Tensor:
+    """The same as a tensor that may be written to."""
     return _of(sums, half).clone() if half is not None and isinstance(sums, Tensor) else _of(sums, half)
 
 
 def _quadratic(rows: Tensor, matrix: Tensor) -> Tensor:
-    """r M r^T of each row."""
+    """r M r^T for each row r."""
     return ((rows @ matrix) * rows).sum(1)
 
 
 def _normal(values: Tensor) -> Tensor:
-    """A matrix with mean diagonal 1, or a vector with mean 1; all zeros stay so."""
+    """Scaled to mean 1 (a vector) or mean diagonal 1 (a matrix); all zeros stay zeros."""
     return _normalized(values.clone())
 
 
 def _normalized(values: Tensor) -> Tensor:
-    """The same in place."""
+    """`_normal` in place."""
     diagonal = values.diagonal() if values.dim() == 2 else values
     mean = diagonal.mean()
     return values.div_(mean) if mean > 0 else values

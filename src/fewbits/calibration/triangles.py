@@ -1,7 +1,7 @@
-"""Pairs of symmetric matrices, one for each half of the samples, as their upper triangles: row after row, from the diagonal on.
+"""Pairs of symmetric matrices, one for each half of the samples, as upper triangles: row after row, each from the diagonal on.
 
-The second moments of a wide layer are the largest things that calibration makes. As triangles they stay in the file that they were
-read from, mapped, and one square at a time is made of them, when somebody multiplies with it.
+The second moments of a wide layer are the largest tensors of calibration. As triangles they stay in the mapped file, and one full matrix
+at a time is made when something multiplies with it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SMALL = 1024  # columns: up to here indices of all entries are the fastest way, and take little memory
-_TILE = 256  # of a mirrored square: both sides of a copy stay in the cache
+SMALL_COLUMNS = 1024  # columns: up to here indexing all entries at once is fastest, and takes little memory
+_TILE = 256  # rows and columns mirrored at a time: both sides of the copy fit the cache
 
 
 class Triangles:
     """Stands for a tensor (2, n, n)."""
 
     def __init__(self, stored: Tensor) -> None:
-        """`stored` (2, n (n + 1) / 2); a ValueError says what it is instead."""
+        """`stored` is (2, n (n + 1) / 2); a ValueError says what its shape is instead."""
         n = (math.isqrt(8 * stored.shape[1] + 1) - 1) // 2 if stored.dim() == 2 else 0
         if stored.dim() != 2 or stored.shape != (2, n * (n + 1) // 2):
             raise ValueError(f"{tuple(stored.shape)}, which is no pair of triangles")
@@ -35,11 +35,11 @@ class Triangles:
         return self.stored.dtype
 
     def __getitem__(self, half: int) -> Tensor:
-        """(n, n), made anew: the caller may change it."""
+        """(n, n): a new tensor, which the caller may write to."""
         return square(self.stored[half])
 
     def total(self) -> Tensor:
-        """(n, n): of both halves."""
+        """(n, n): the sum of both halves."""
         return square(self.stored.sum(0))
 
     def full(self) -> Tensor:
@@ -48,7 +48,7 @@ class Triangles:
     def diagonal(self) -> Tensor:  # (2, n)
         return self.stored[:, [start(row, self._n) for row in range(self._n)]]
 
-    # what else is asked of a tensor here and there; all of them make the whole of it
+    # operations of a tensor that callers use; each makes both full matrices
     def double(self) -> Tensor:
         return self.full().double()
 
@@ -60,7 +60,7 @@ class Triangles:
 
 
 def start(row: int, n: int) -> int:
-    """Where a row of a triangle begins."""
+    """Index in a triangle where a row begins."""
     return row * n - row * (row - 1) // 2
 
 
@@ -68,7 +68,7 @@ def square(triangle: Tensor) -> Tensor:
     """(n (n + 1) / 2,) -> (n, n)"""
     n = (math.isqrt(8 * len(triangle) + 1) - 1) // 2
     full = triangle.new_empty(n, n)
-    if n <= _SMALL:
+    if n <= SMALL_COLUMNS:
         rows, columns = torch.triu_indices(n, n)
         full[rows, columns] = triangle
         full[columns, rows] = triangle
@@ -80,8 +80,8 @@ def square(triangle: Tensor) -> Tensor:
     upper = torch.ones(_TILE, _TILE, dtype=torch.bool).triu()
     for low in range(0, n, _TILE):
         here = slice(low, min(low + _TILE, n))
-        own = full[here, here]
-        own.copy_(torch.where(upper[: len(own), : len(own)], own, own.T))
+        block = full[here, here]
+        block.copy_(torch.where(upper[: len(block), : len(block)], block, block.T))
         for left in range(0, low, _TILE):
             there = slice(left, left + _TILE)
             full[here, there] = full[there, here].T
@@ -89,9 +89,9 @@ def square(triangle: Tensor) -> Tensor:
 
 
 def pack(pair: Tensor) -> Tensor:
-    """(2, n, n), contiguous -> (2, n (n + 1) / 2). A large one in the same memory: what was there is there no longer."""
+    """(2, n, n), contiguous -> (2, n (n + 1) / 2). A large pair is packed in place and overwritten."""
     n = pair.shape[-1]
-    if n <= _SMALL:
+    if n <= SMALL_COLUMNS:
         rows, columns = torch.triu_indices(n, n)
         return pair[:, rows, columns]
     flat = pair.view(-1)

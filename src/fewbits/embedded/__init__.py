@@ -1,4 +1,5 @@
-"""The small language model and the held-out text that ship with fewbits: the demo's default and the tests' model."""
+"""What ships with fewbits: a small language model (the demo's default and the tests' model) and texts to calibrate and to verify with.
+smollm2.py fetches a larger model for the demo when asked."""
 
 from __future__ import annotations
 

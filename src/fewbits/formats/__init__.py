@@ -1,7 +1,8 @@
-"""The formats a weight can be stored in. One file per family; the file is the registration.
+"""The formats a weight can be stored in. A weight comes in, packed parts go out, and back. Every file here registers its `FORMATS`.
 
-Every quantized format is `scale * levels[code] + offset`. What differs is the levels, how many columns share a scale,
-how scales are themselves stored, and the packing. A format says just that; rounding (`fewbits.rounding`) is shared.
+Every quantized format is `scale * levels[code] + offset`. Formats differ in the levels, in how many columns share a scale, in how scales
+are stored, and in the packing; a `Format` holds just that. storage/ has codes and bits, search/ finds scales, blocks/ is shared by
+GGUF's formats, runtime/ has the formats of activations and KV caches.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from fewbits.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Grid = dict[str, Tensor]  # what maps codes to values: scales, minima, tensor-wide factors
-    Parts = dict[str, Tensor]  # what lies on disk: one named array per tensor of the artifact
-    Columns = slice | Tensor  # which columns: a run, every n-th, or GPTQ's own order
+    Grid = dict[str, Tensor]  # maps codes to values: scales, minima, tensor-wide factors
+    Parts = dict[str, Tensor]  # as stored: one named array per tensor of the artifact
+    Columns = slice | Tensor  # which columns: a range, every n-th, or a list in GPTQ's visiting order
 
 How = Literal["search", "max"]  # "max" is the textbook rule; "search" minimises the weighted squared error
 Shape = tuple[int, int]
@@ -43,16 +44,16 @@ class Spec(NamedTuple):
 class Format(ABC):
     """How a (rows, cols) weight is stored.
 
-    Shapes: a weight is (rows, cols) float32, its codes the same shape in uint8 (for a cast: the values themselves).
+    Shapes: a weight is (rows, cols) float32, its codes have the same shape in uint8 (for a cast they are the values themselves).
     Grid entries are (rows, n); a tensor-wide one is (1, 1). `fit` takes any whole number of blocks, so that GPTQ can
-    fit a block at a time to weights it has already compensated.
+    fit a block at a time to weights that it has already corrected.
     """
 
-    name: str  # the spelling everywhere: file, command line, plan, report
-    about: str  # one line for people
+    name: str  # as in files, on the command line, in plans and reports
+    about: str  # one line for the table of formats
     levels: tuple[float, ...] | None  # value of each code, in code order; None: a plain cast
-    run: int | None  # columns under one scale; None: the whole row
-    version: int = 1  # of its storage: raised when the same parts would be read differently
+    group: int | None  # columns under one scale; None: the whole row
+    version: int = 1  # of its storage: raised when the same parts are read differently
     block: int = 1  # columns packed together: a row holds a whole number of blocks
     tensor_wide: bool = False  # one scale for the whole weight, fitted once and passed on as `fixed`
 
@@ -90,17 +91,17 @@ class Format(ABC):
 @cache
 def all() -> dict[str, Format]:
     """Every format found in this folder, by name, smallest first; of equal size, in the order of their file."""
-    found: dict[str, Format] = {}
-    for module in sorted(m.name for m in pkgutil.iter_modules(__path__)):
+    known: dict[str, Format] = {}
+    for module in sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg):
         for fmt in importlib.import_module(f"{__name__}.{module}").FORMATS:
-            if fmt.name in found:
+            if fmt.name in known:
                 raise RuntimeError(f"two formats are named `{fmt.name}`; the second is in {module}.py")
-            found[fmt.name] = fmt
-    return dict(sorted(found.items(), key=lambda item: item[1].bits_per_weight((4096, 4096))))
+            known[fmt.name] = fmt
+    return dict(sorted(known.items(), key=lambda item: item[1].bits_per_weight((4096, 4096))))
 
 
 def get(name: str) -> Format:
-    """By its name, in any case."""
+    """By name, upper or lower case."""
     known = all()
     if name.lower() in known:
         return known[name.lower()]
@@ -114,4 +115,4 @@ def granularity(name: str) -> str:
     fmt = get(name)
     if fmt.levels is None:
         return "none: a cast"
-    return "tensor" if fmt.tensor_wide and fmt.run is None else "channel" if fmt.run is None else f"group of {fmt.run}"
+    return "tensor" if fmt.tensor_wide and fmt.group is None else "channel" if fmt.group is None else f"group of {fmt.group}"

@@ -1,14 +1,14 @@
 """Integers of 2 to 8 bits with a float16 scale per group of columns, per row (channel) or for the whole weight (tensor).
 
     symmetric    w = scale * q, q in -2^(bits-1) .. 2^(bits-1)-1
-    asymmetric   w = scale * (q - zero), q and zero in 0 .. 2^bits-1: one-sided weights use all levels, zero is always one
+    asymmetric   w = scale * (q - zero), q and zero in 0 .. 2^bits-1: one-sided weights use all levels, and zero is always exact
 
     codes   a little-endian bit stream per row: column i begins at bit (bits * i). Stored as q, symmetric ones as q + 2^(bits-1);
             8 symmetric bits are int8, stored as q
     scales  float16 [rows, groups], or [1, 1]
-    zeros   a stream like the codes, padded to whole bytes per row: the packing that MatMulNBits wants, 4 bits a group instead of 8
+    zeros   a stream like the codes, padded to whole bytes per row: the packing of MatMulNBits, 4 bits a group instead of 8
 
-int4_g32 holds the same values as GGUF's q4_0; all of 2, 4 and 8 bits are what ONNX Runtime's MatMulNBits computes with.
+int4_g32 holds the same values as GGUF's q4_0; ONNX Runtime's MatMulNBits computes with all formats of 2, 4 and 8 bits.
 A row is a whole number of bytes, so without groups 3 bits take columns in eights, 6 in fours, 4 in pairs and 8 any number.
 """
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from fewbits.formats import Columns, Grid, Parts
 
-# Where the largest weight of a whole row or weight is put, in units of the last level: thousands of Gaussians peak at 3.7
-# standard deviations and 4 bits are best cut at 2.6 of them; heavy tails ask for more.
+# Where the largest value of a row or of a whole weight is put, in units of the last level: thousands of Gaussian values peak at 3.7
+# standard deviations, and 4 bits are best clipped at 2.6 of them; heavier tails need larger ratios.
 _RATIOS = (0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.7, 2.0, 2.4, 3.0)
 
 
@@ -40,18 +40,19 @@ class Integer(Format):
         return {"codes": codes, "scales": Spec("float16", self._groups(shape))}
 
     def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
-        from fewbits.fitting import as_float16, fit_scale, grouped, importance_like, in_row_chunks
-        from fewbits.fitting.trials import fit_row_scale
+        from fewbits.formats.search import fit_scale, grouped, importance_like, in_row_chunks
+        from fewbits.formats.search.trials import fit_row_scale
+        from fewbits.formats.storage.codes import as_float16
 
         if fixed is not None:
             return fixed
         assert self.levels
-        levels, run = self.levels, self.run or w.shape[1]
-        weight = importance_like(w, importance, run)
-        if self.tensor_wide or (self.run is None and self.bits < 8):
+        levels, group = self.levels, self.group or w.shape[1]
+        weight = importance_like(w, importance, group)
+        if self.tensor_wide or (self.group is None and self.bits < 8):
             flat = None if weight is None else weight.flatten()
             return {"scales": fit_row_scale(w, levels, self.ends, _RATIOS, flat, how, as_float16, self.tensor_wide).half()}
-        return in_row_chunks(lambda rows: {"scales": fit_scale(grouped(rows, run), levels, self.ends, weight, how).half()}, w)
+        return in_row_chunks(lambda rows: {"scales": fit_scale(grouped(rows, group), levels, self.ends, weight, how).half()}, w)
 
     def affine(self, grid: Grid, columns: Columns = slice(None)) -> tuple[Tensor, Tensor | None]:
         return self._spread(grid["scales"].float(), columns), None
@@ -59,14 +60,14 @@ class Integer(Format):
     def pack(self, codes: Tensor, grid: Grid) -> Parts:
         import torch
 
-        from fewbits.packing import bitstream
+        from fewbits.formats.storage import bitstream
 
         return {"codes": (codes.short() - 128).to(torch.int8) if self.bits == 8 else bitstream.pack(codes, self.bits), **grid}
 
     def unpack(self, parts: Parts) -> tuple[Tensor, Grid]:
         import torch
 
-        from fewbits.packing import bitstream
+        from fewbits.formats.storage import bitstream
 
         stored, grid = parts["codes"], {"scales": parts["scales"]}
         if self.bits == 8:
@@ -74,12 +75,12 @@ class Integer(Format):
         return bitstream.unpack(stored, self.bits, stored.shape[1] * 8 // self.bits), grid
 
     def _groups(self, shape: Shape) -> Shape:
-        return (1, 1) if self.tensor_wide else (shape[0], shape[1] // (self.run or shape[1]))
+        return (1, 1) if self.tensor_wide else (shape[0], shape[1] // (self.group or shape[1]))
 
     def _spread(self, entries: Tensor, columns: Columns) -> Tensor:
-        from fewbits.rounding import spread
+        from fewbits.formats.storage.codes import spread
 
-        return entries if self.run is None else spread(entries, self.run, columns)
+        return entries if self.group is None else spread(entries, self.group, columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,22 +96,22 @@ class IntegerWithZero(Integer):
     def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
         import torch
 
-        from fewbits.fitting import grouped, importance_like, in_row_chunks
-        from fewbits.fitting.zeros import fit_scale_and_zero
+        from fewbits.formats.search import grouped, importance_like, in_row_chunks
+        from fewbits.formats.search.zeros import fit_scale_and_zero
 
         if fixed is not None:
             return fixed
-        run = self.run or w.shape[1]
-        weight = importance_like(w, importance, run)
+        group = self.group or w.shape[1]
+        weight = importance_like(w, importance, group)
 
         def fit(x: Tensor) -> Grid:
             scales, zeros = fit_scale_and_zero(x, (1 << self.bits) - 1, weight, how)
             return {"scales": scales.half(), "zeros": zeros.to(torch.uint8)}
 
         if self.tensor_wide:
-            weight = None if weight is None else weight.expand(1, len(w), run).flatten(1).unsqueeze(0)
+            weight = None if weight is None else weight.expand(1, len(w), group).flatten(1).unsqueeze(0)
             return fit(w.reshape(1, 1, -1))
-        return in_row_chunks(lambda rows: fit(grouped(rows, run)), w)
+        return in_row_chunks(lambda rows: fit(grouped(rows, group)), w)
 
     def affine(self, grid: Grid, columns: Columns = slice(None)) -> tuple[Tensor, Tensor | None]:
         # 11 bits of a float16 times 8 of a zero point: offsets and sums are exact in float32, so this is scale * (q - zero)
@@ -118,12 +119,12 @@ class IntegerWithZero(Integer):
         return self._spread(scales, columns), self._spread(-scales * grid["zeros"].float(), columns)
 
     def pack(self, codes: Tensor, grid: Grid) -> Parts:
-        from fewbits.packing import bitstream
+        from fewbits.formats.storage import bitstream
 
         return {"codes": bitstream.pack(codes, self.bits), "scales": grid["scales"], "zeros": bitstream.pack(grid["zeros"], self.bits)}
 
     def unpack(self, parts: Parts) -> tuple[Tensor, Grid]:
-        from fewbits.packing import bitstream
+        from fewbits.formats.storage import bitstream
 
         scales, stored = parts["scales"], parts["codes"]
         zeros = bitstream.unpack(parts["zeros"], self.bits, scales.shape[1])
@@ -133,28 +134,28 @@ class IntegerWithZero(Integer):
 _GROUPS = (32, 64, 128)
 
 
-def _symmetric(bits: int, reach: int | None, tensor: bool = False) -> Integer:
+def _symmetric(bits: int, group: int | None, tensor: bool = False) -> Integer:
     half = 1 << (bits - 1)
     return Integer(
-        name=f"int{bits}_{'tensor' if tensor else f'g{reach}' if reach else 'channel'}",
-        about=f"{bits} bits, one scale {'for all' if tensor else f'per {reach}' if reach else 'per row'}",
+        name=f"int{bits}_{'tensor' if tensor else f'g{group}' if group else 'channel'}",
+        about=f"{bits} bits, one scale {'for all' if tensor else f'per {group}' if group else 'per row'}",
         levels=tuple(float(q) for q in range(-half, half)),
-        run=reach,
-        block=reach or _whole_bytes(bits),
+        group=group,
+        block=group or _whole_bytes(bits),
         bits=bits,
-        # with two ends the scale may be negative, and all levels are used; 8 bits have one to spare
+        # with two ends the scale may be negative, so that all levels are used; 8 bits can spare one
         ends=(127.0,) if bits == 8 else (-float(half), half - 1.0),
         tensor_wide=tensor,
     )
 
 
-def _asymmetric(bits: int, reach: int | None, tensor: bool = False) -> IntegerWithZero:
+def _asymmetric(bits: int, group: int | None, tensor: bool = False) -> IntegerWithZero:
     return IntegerWithZero(
-        name=f"int{bits}_{'tensor' if tensor else f'g{reach}' if reach else 'channel'}_asym",
-        about=f"{bits} bits, zero point {'for all' if tensor else f'per {reach}' if reach else 'per row'}",
+        name=f"int{bits}_{'tensor' if tensor else f'g{group}' if group else 'channel'}_asym",
+        about=f"{bits} bits, zero point {'for all' if tensor else f'per {group}' if group else 'per row'}",
         levels=tuple(float(q) for q in range(1 << bits)),
-        run=reach,
-        block=reach or _whole_bytes(bits),
+        group=group,
+        block=group or _whole_bytes(bits),
         bits=bits,
         tensor_wide=tensor,
     )
@@ -167,7 +168,7 @@ def _whole_bytes(bits: int) -> int:
 _BITS = (2, 3, 4, 5, 6, 8)
 FORMATS = [
     *(_symmetric(bits, None, tensor=True) for bits in _BITS),
-    *(_symmetric(bits, reach) for bits in _BITS for reach in (None, *_GROUPS)),
+    *(_symmetric(bits, group) for bits in _BITS for group in (None, *_GROUPS)),
     *(_asymmetric(bits, None, tensor=True) for bits in _BITS),
-    *(_asymmetric(bits, reach) for bits in _BITS for reach in (None, *_GROUPS)),
+    *(_asymmetric(bits, group) for bits in _BITS for group in (None, *_GROUPS)),
 ]

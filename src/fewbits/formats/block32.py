@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fewbits.packing.blocks import OneScale, ScaleAndMin, consecutive
+from fewbits.formats.blocks import OneScale, ScaleAndMin, consecutive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,38 +25,38 @@ NON_LINEAR = (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled(OneScale):
-    run: int = 32
+    group: int = 32
     block: int = 32
 
     def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
-        from fewbits.packing.bitfields import float16_bytes
+        from fewbits.formats.storage.bitfields import float16_bytes
 
         return [float16_bytes(grid["d"]), *_code_fields(codes, len(self.fields) - 1, self.fields[-1])]
 
     def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
-        from fewbits.packing.bitfields import bytes_float16
+        from fewbits.formats.storage.bitfields import bytes_float16
 
         return _codes_of(*fields[1:]), {"d": bytes_float16(fields[0])}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shifted(ScaleAndMin):
-    run: int = 32
+    group: int = 32
     block: int = 32
 
     def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
-        from fewbits.packing.bitfields import float16_bytes
+        from fewbits.formats.storage.bitfields import float16_bytes
 
         return [float16_bytes(grid["d"]), float16_bytes(grid["m"]), *_code_fields(codes, len(self.fields) - 2, self.fields[-1])]
 
     def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
-        from fewbits.packing.bitfields import bytes_float16
+        from fewbits.formats.storage.bitfields import bytes_float16
 
         return _codes_of(*fields[2:]), {"d": bytes_float16(fields[0]), "m": bytes_float16(fields[1])}
 
 
 def _code_fields(codes: Tensor, count: int, last_bytes: int) -> list[Tensor]:
-    from fewbits.packing.bitfields import halves, join
+    from fewbits.formats.storage.bitfields import halves, join
 
     if last_bytes == 32:
         return [codes - 128]  # uint8 wraps: this is int8's byte
@@ -67,7 +67,7 @@ def _code_fields(codes: Tensor, count: int, last_bytes: int) -> list[Tensor]:
 
 
 def _codes_of(*fields: Tensor) -> Tensor:
-    from fewbits.packing.bitfields import split, unhalve
+    from fewbits.formats.storage.bitfields import split, unhalve
 
     if fields[-1].shape[-1] == 32:
         return fields[-1] + 128

@@ -1,4 +1,4 @@
-"""Plain casts: no codes, no scales; what a weight is kept in when no quantized format fits it or may touch it."""
+"""Plain casts, without codes or scales: for weights that no quantized format fits, or that are not to be quantized."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Cast(Format):
     levels: None = None
-    run: None = None
+    group: None = None
     dtype: str
 
     def parts(self, shape: Shape) -> dict[str, Spec]:
@@ -33,10 +33,9 @@ class Cast(Format):
     def pack(self, codes: Tensor, grid: Grid) -> Parts:
         import torch
 
-        dtype = getattr(torch, self.dtype)
-        if self.dtype == "float16":  # 65504 is the largest; infinity in a weight would spoil every output
-            codes = codes.clamp(-65504, 65504)
-        return {"values": codes.to(dtype)}
+        from fewbits.formats.storage.codes import to_float16
+
+        return {"values": to_float16(codes) if self.dtype == "float16" else codes.to(getattr(torch, self.dtype))}
 
     def unpack(self, parts: Parts) -> tuple[Tensor, Grid]:
         return parts["values"], {}

@@ -4,10 +4,10 @@
     e5m2   sign, 5 exponent bits (bias 15), 2 mantissa bits: to 57344; infinities 0x7C and 0xFC, NaN above them
 
     codes   float8 [rows, cols]: a type that torch, safetensors and compressed-tensors know
-    scales  float32 [rows, 1] or [1, 1]. float16 would not do: 0.1 / 57344 lies among its last subnormals, 3 % apart
+    scales  float32 [rows, 1] or [1, 1]. float16 is too coarse: 0.1 / 57344 lies among its last subnormals, 3 % apart
 
-Rounding is to nearest even and saturates, so that a weight never becomes infinity or NaN; such codes, when read, decode to
-what they are. There is no cast without a scale: e4m3's normal numbers begin at 2^-6, above most weights of a model.
+Rounding is to nearest even and saturates, so that a weight never becomes infinity or NaN; where a file holds such codes, they decode to
+infinity and NaN. There is no cast without a scale: e4m3's normal numbers begin at 2^-6, above most weights of a model.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from fewbits.formats import Columns, Grid, Parts
 
-# A float's steps grow with its values: what counts is where within an octave the weights fall, so the search walks down one
-# octave in sixths. Beyond, one ratio on each side: clipping the largest weight a little, or giving up another octave of range.
+# A float's steps grow with its values, so that it matters where within an octave the weights fall: the search tries one octave in
+# sixths. Beyond it there is one ratio on each side: clipping the largest weight a little, or leaving another octave unused.
 _RATIOS = (1.12, 1.0, 0.89, 0.79, 0.71, 0.63, 0.56, 0.5, 0.35)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8(Format):
-    run: None = None
+    group: None = None
     dtype: str
     largest: float
 
@@ -38,8 +38,8 @@ class Float8(Format):
         return {"codes": Spec(self.dtype, shape), "scales": Spec("float32", (1 if self.tensor_wide else shape[0], 1))}
 
     def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
-        from fewbits.fitting import importance_like
-        from fewbits.fitting.trials import fit_row_scale
+        from fewbits.formats.search import importance_like
+        from fewbits.formats.search.trials import fit_row_scale
 
         if fixed is not None:
             return fixed
@@ -63,7 +63,7 @@ class Float8(Format):
 
 
 def values(exponent_bits: int, mantissa_bits: int, infinite: bool) -> tuple[float, ...]:
-    """What each code of such a float stands for: the top exponent is infinity and NaN, or only its last code is NaN."""
+    """The value of each code. `infinite`: the top exponent is infinity and NaN; else only its last code is NaN."""
     bias, top = (1 << (exponent_bits - 1)) - 1, (1 << exponent_bits) - 1
     positive = []
     for code in range(1 << (exponent_bits + mantissa_bits)):

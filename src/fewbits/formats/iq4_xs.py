@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fewbits.formats.block32 import NON_LINEAR
-from fewbits.packing.blocks import SubScales
+from fewbits.formats.blocks import SubScales
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Iq4Xs(SubScales):
-    run: int = 32
+    group: int = 32
     block: int = 256
 
     def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
         import torch
 
-        from fewbits.packing.bitfields import float16_bytes, halves, join
+        from fewbits.formats.storage.bitfields import float16_bytes, halves, join
 
         scale = (grid["sub"].short() + 32).to(torch.uint8)
         top = join((scale >> 4).unflatten(-1, (2, 4)).transpose(-1, -2), 2)
@@ -36,7 +36,7 @@ class Iq4Xs(SubScales):
     def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
         import torch
 
-        from fewbits.packing.bitfields import bytes_float16, split, unhalve
+        from fewbits.formats.storage.bitfields import bytes_float16, split, unhalve
 
         d, top, low, nibbles = fields
         scale = split(low, 4).transpose(-1, -2).flatten(-2) | (split(top, 2).transpose(-1, -2).flatten(-2) << 4)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fewbits.packing.blocks import SubScales, consecutive
+from fewbits.formats.blocks import SubScales, consecutive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Q3K(SubScales):
-    run: int = 16
+    group: int = 16
     block: int = 256
 
     def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
         import torch
 
-        from fewbits.packing.bitfields import float16_bytes, halves, join
+        from fewbits.formats.storage.bitfields import float16_bytes, halves, join
 
         top = join((codes >> 2).unflatten(-1, (8, 32)), 1)
         low = join((codes & 3).unflatten(-1, (2, 4, 32)), 2).flatten(-2)
@@ -40,7 +40,7 @@ class Q3K(SubScales):
     def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
         import torch
 
-        from fewbits.packing.bitfields import bytes_float16, split, unhalve
+        from fewbits.formats.storage.bitfields import bytes_float16, split, unhalve
 
         top, low, scale_low, scale_top, d = fields
         codes = split(low.unflatten(-1, (2, 32)), 2).flatten(-3) | (split(top, 1).flatten(-2) << 2)
@@ -50,13 +50,13 @@ class Q3K(SubScales):
 
 @dataclass(frozen=True, kw_only=True)
 class Q6K(SubScales):
-    run: int = 16
+    group: int = 16
     block: int = 256
 
     def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
         import torch
 
-        from fewbits.packing.bitfields import float16_bytes, join
+        from fewbits.formats.storage.bitfields import float16_bytes, join
 
         low = join((codes & 15).unflatten(-1, (2, 2, 64)), 4).flatten(-2)
         top = join((codes >> 4).unflatten(-1, (2, 4, 32)), 2).flatten(-2)
@@ -65,7 +65,7 @@ class Q6K(SubScales):
     def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
         import torch
 
-        from fewbits.packing.bitfields import bytes_float16, split
+        from fewbits.formats.storage.bitfields import bytes_float16, split
 
         low, top, sub, d = fields
         codes = split(low.unflatten(-1, (2, 64)), 4).flatten(-3) | (split(top.unflatten(-1, (2, 32)), 2).flatten(-3) << 4)

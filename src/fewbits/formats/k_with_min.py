@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fewbits.packing.blocks import SubScalesAndMins, consecutive
+from fewbits.formats.blocks import SubScalesAndMins, consecutive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Q2K(SubScalesAndMins):
-    run: int = 16
+    group: int = 16
     block: int = 256
 
     def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
-        from fewbits.packing.bitfields import float16_bytes, join
+        from fewbits.formats.storage.bitfields import float16_bytes, join
 
         scales = grid["sub"] | (grid["sub_min"] << 4)
         return [scales, join(codes.unflatten(-1, (2, 4, 32)), 2).flatten(-2), float16_bytes(grid["d"]), float16_bytes(grid["dmin"])]
 
     def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
-        from fewbits.packing.bitfields import bytes_float16, split
+        from fewbits.formats.storage.bitfields import bytes_float16, split
 
         scales, packed, d, dmin = fields
         codes = split(packed.unflatten(-1, (2, 32)), 2).flatten(-3)
@@ -44,11 +44,11 @@ class Q2K(SubScalesAndMins):
 
 @dataclass(frozen=True, kw_only=True)
 class Q45K(SubScalesAndMins):
-    run: int = 32
+    group: int = 32
     block: int = 256
 
     def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
-        from fewbits.packing.bitfields import float16_bytes, join
+        from fewbits.formats.storage.bitfields import float16_bytes, join
 
         head = [float16_bytes(grid["d"]), float16_bytes(grid["dmin"]), *_join_scales(grid["sub"], grid["sub_min"])]
         by_run = codes.unflatten(-1, (8, 32))
@@ -56,7 +56,7 @@ class Q45K(SubScalesAndMins):
         return [*head, join(by_run >> 4, 1), nibbles] if len(self.fields) == 7 else [*head, nibbles]
 
     def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
-        from fewbits.packing.bitfields import bytes_float16, split
+        from fewbits.formats.storage.bitfields import bytes_float16, split
 
         d, dmin, first, second, third, *top, nibbles = fields
         codes = split(nibbles.unflatten(-1, (4, 32)), 4).flatten(-3)

@@ -5,8 +5,8 @@
            sixteen (byte j: element j low, j+8 high)
 
 A NaN scale is never written; read, it makes its block NaN as the specifications say (ggml takes it for a number).
-UE4M3 reaches from 2^-9 to 448 and loses precision below 2^-6. So nvfp4 as GGUF has it suits weights of 0.1 and more;
-nvfp4_tensor is NVIDIA's own, with a float32 factor for the whole weight beside the blocks that brings any into range.
+UE4M3 reaches from 2^-9 to 448 and loses precision below 2^-6. So nvfp4 as in GGUF suits weights of 0.1 and more;
+nvfp4_tensor is NVIDIA's version: a float32 factor for the whole weight brings any weight into that range.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fewbits.formats import How, Shape, Spec
-from fewbits.packing.blocks import Blocks
+from fewbits.formats.blocks import Blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,20 +36,20 @@ NEARBY = {len(E8M0): (1, -1, -2), len(UE4M3): (-1, 1, -2, 2, 3, 4, 5, 6)}
 @dataclass(frozen=True, kw_only=True)
 class Microscaling(Blocks):
     levels: tuple[float, ...] = E2M1
-    run: int
-    scale_values: tuple[float, ...]  # of each scale byte
+    group: int
+    scale_values: tuple[float, ...]  # value of each scale byte
 
     def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
         import torch
 
-        from fewbits.fitting import grouped, importance_like, in_row_chunks
-        from fewbits.fitting.trials import best_of
+        from fewbits.formats.search import grouped, importance_like, in_row_chunks
+        from fewbits.formats.search.trials import best_of
 
-        weight, table = importance_like(w, importance, self.run), self._table()
+        weight, table = importance_like(w, importance, self.group), self._table()
         last = len(self.scale_values) - 2  # below NaN
 
         def fit(rows: Tensor) -> Grid:
-            x = grouped(rows, self.run)
+            x = grouped(rows, self.group)
             textbook = self._textbook(x.abs().amax(-1))
             if how == "max":
                 return {"codes": textbook.to(torch.uint8)}
@@ -60,23 +60,23 @@ class Microscaling(Blocks):
         return {"scales": in_row_chunks(fit, w)["codes"]}
 
     def affine(self, grid: Grid, columns: Columns = slice(None)) -> tuple[Tensor, Tensor | None]:
-        from fewbits.rounding import spread
+        from fewbits.formats.storage.codes import spread
 
         codes = grid["scales"].int() & (255 if len(self.scale_values) == 256 else 127)  # UE4M3 has no sign: ggml ignores its bit
-        return spread(self._table()[codes], self.run, columns), None
+        return spread(self._table()[codes], self.group, columns), None
 
     def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
-        from fewbits.packing.bitfields import halves
+        from fewbits.formats.storage.bitfields import halves
 
-        return [grid["scales"], halves(codes.unflatten(-1, (self.runs, self.run))).flatten(-2)]
+        return [grid["scales"], halves(codes.unflatten(-1, (self.groups, self.group))).flatten(-2)]
 
     def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
-        from fewbits.packing.bitfields import unhalve
+        from fewbits.formats.storage.bitfields import unhalve
 
-        return unhalve(fields[1].unflatten(-1, (self.runs, self.run // 2))).flatten(-2), {"scales": fields[0]}
+        return unhalve(fields[1].unflatten(-1, (self.groups, self.group // 2))).flatten(-2), {"scales": fields[0]}
 
     def _table(self) -> Tensor:
-        from fewbits.rounding import level_values
+        from fewbits.formats.storage.codes import level_values
 
         return level_values(self.scale_values)
 
@@ -112,10 +112,10 @@ class WithFactor(Microscaling):
         return codes, {**grid, "factor": parts["factor"]}
 
 
-_NV: dict[str, Any] = {"run": 16, "block": 64, "fields": (4, 32), "scale_values": UE4M3}
+_NV: dict[str, Any] = {"group": 16, "block": 64, "fields": (4, 32), "scale_values": UE4M3}
 
 FORMATS = [
-    Microscaling(name="mxfp4", about="4-bit floats, 2^n per 32", run=32, block=32, fields=(1, 16), scale_values=E8M0),
+    Microscaling(name="mxfp4", about="4-bit floats, 2^n per 32", group=32, block=32, fields=(1, 16), scale_values=E8M0),
     Microscaling(name="nvfp4", about="4-bit floats, 8-bit per 16", **_NV),
     WithFactor(name="nvfp4_tensor", about="nvfp4 and a scale for all", tensor_wide=True, **_NV),
 ]

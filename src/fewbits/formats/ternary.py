@@ -1,11 +1,11 @@
-"""GGUF's blocks of 256 with hardly more than a sign: w = d * level, one float16 d. Layout:
+"""GGUF's blocks of 256 with three or four levels: w = d * level, one float16 d. Layout:
 
     tq1_0  54 bytes: five codes per byte in [32] @0 (byte l: l, l+32 .. l+128) and [16] @32 (byte l: 160+l, 176+l ..), four in
            [4] @48 (byte l: 240+l, 244+l ..), d @52.  level = q - 1, q in 0..2
     tq2_0  66 bytes: codes[64] @0 (per 128: byte l holds l, l+32, l+64, l+96), d @64.  level = q - 1, q in 0..3
 
 A tq1_0 byte is ceil(256/243 * (81a + 27b + 9c + 3d + e)): a fixed-point fraction, so that multiplying it by 3 pushes out one
-code after the other. tq2_0 has room for a fourth level, 2; ggml's own quantizer leaves it unused, all its decoders know it.
+code after the other. tq2_0 has room for a fourth level, 2; ggml's quantizer does not use it, but all its decoders read it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fewbits.packing.blocks import OneScale, consecutive
+from fewbits.formats.blocks import OneScale, consecutive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Tq1(OneScale):
-    run: int = 256
+    group: int = 256
     block: int = 256
 
     def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
-        from fewbits.packing.bitfields import float16_bytes
+        from fewbits.formats.storage.bitfields import float16_bytes
 
         fields = [
             codes[..., :160].unflatten(-1, (5, 32)),
@@ -39,7 +39,7 @@ class Tq1(OneScale):
     def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
         import torch
 
-        from fewbits.packing.bitfields import bytes_float16
+        from fewbits.formats.storage.bitfields import bytes_float16
 
         first, second, last, d = fields
         codes = torch.cat([_split_trits(first, 5), _split_trits(second, 5), _split_trits(last, 4)], -1)
@@ -48,16 +48,16 @@ class Tq1(OneScale):
 
 @dataclass(frozen=True, kw_only=True)
 class Tq2(OneScale):
-    run: int = 256
+    group: int = 256
     block: int = 256
 
     def to_fields(self, codes: Tensor, grid: Grid) -> list[Tensor]:
-        from fewbits.packing.bitfields import float16_bytes, join
+        from fewbits.formats.storage.bitfields import float16_bytes, join
 
         return [join(codes.unflatten(-1, (2, 4, 32)), 2).flatten(-2), float16_bytes(grid["d"])]
 
     def from_fields(self, *fields: Tensor) -> tuple[Tensor, Grid]:
-        from fewbits.packing.bitfields import bytes_float16, split
+        from fewbits.formats.storage.bitfields import bytes_float16, split
 
         return split(fields[0].unflatten(-1, (2, 32)), 2).flatten(-3), {"d": bytes_float16(fields[1])}
 

@@ -1,7 +1,7 @@
-"""A KV cache that stays packed: tokens are rounded as they stream in, and a step of decoding reads the codes themselves.
+"""A KV cache that stays packed: tokens are rounded as they arrive, and attention reads the codes themselves.
 
-It holds what `kv_cache.QuantizedCache` imitates, in the layout that native/attention.cc states: a group of keys is kept channel by
-channel, values token by token, and what is not rounded (the sink, the newest group) in float32.
+It holds the values that `EmulatedKVCache` (inference) emulates, in the layout of native/attention/attention.cc: a group of keys channel by
+channel, values token by token, and tokens that are not rounded (the sink and the newest group) in float32.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from fewbits import kernels, rounding
+from fewbits.devices import processor
 from fewbits.errors import InputError
-from fewbits.kv import KVFormat
+from fewbits.formats.runtime.kv import KVFormat
+from fewbits.formats.storage.codes import as_float16, decode, encode
 
-_GROUP = 32  # tokens whose keys lie together; native/attention.cc holds the same number
-_FOUR = 4  # channels of keys, tokens of values, whose codes lie side by side; likewise
-_LARGEST_HALF = 65504.0
+_GROUP = 32  # tokens whose keys are stored together, as in native/attention/attention.cc
+_FOUR = 4  # channels of keys, or tokens of values, whose codes are stored side by side, as there
 
 
 def unsupported(fmt: KVFormat) -> str | None:
@@ -27,20 +27,45 @@ def unsupported(fmt: KVFormat) -> str | None:
         return "its codes are not integers of 4 or 8 bits"
     if fmt.keys == "channel" and fmt.group != _GROUP:
         return f"its keys are rounded in groups of {fmt.group} tokens, not of {_GROUP}"
-    if fmt.run and fmt.run % _FOUR:
-        return f"its runs of {fmt.run} channels are no multiple of {_FOUR}"
+    if fmt.channels and fmt.channels % _FOUR:
+        return f"its groups of {fmt.channels} channels are no multiple of {_FOUR}"
     return None
 
 
-class PackedCache:
-    """Keys and values of one layer, for sequences of the same length."""
+class Cache:
+    """Keys and values of one layer, for sequences of the same length: what packed caches on the processor and on a GPU share."""
 
+    def __init__(self, fmt: KVFormat, sequences: int, heads: int, width: int) -> None:
+        self.format, self.sequences, self.heads, self.width = fmt, sequences, heads, width
+        self.packed = self.rest = 0  # tokens that are rounded, and tokens that are not
+
+    @property
+    def tokens(self) -> int:
+        return self.packed + self.rest
+
+    def _check_tokens(self, keys: Tensor, values: Tensor) -> None:
+        if keys.shape != values.shape or keys.shape[:2] != (self.sequences, self.heads) or keys.shape[3] != self.width:
+            raise InputError(
+                f"keys and values of shape {tuple(keys.shape)} and {tuple(values.shape)} do not belong into this cache",
+                f"it takes ({self.sequences}, {self.heads}, tokens, {self.width})",
+            )
+
+    def _check_queries(self, q: Tensor) -> None:
+        if self.tokens == 0:
+            raise InputError("attention has nothing to read", "append keys and values first")
+        if q.shape[0] != self.sequences or q.shape[1] % self.heads or q.shape[2:] != (1, self.width):
+            raise InputError(
+                f"queries of shape {tuple(q.shape)} do not belong to this cache",
+                f"it takes ({self.sequences}, a multiple of {self.heads}, 1, {self.width})",
+            )
+
+
+class PackedCache(Cache):
     def __init__(self, fmt: KVFormat, sequences: int, heads: int, width: int) -> None:
         if reason := unsupported(fmt):
             raise InputError(f"a {fmt.name} cache cannot be kept packed: {reason}", "int8 and int4 can")
-        self.format, self.sequences, self.heads, self.width = fmt, sequences, heads, width
-        self.packed = self.rest = 0  # tokens
-        self._run = min(fmt.run or width, width)
+        super().__init__(fmt, sequences, heads, width)
+        self._channels = min(fmt.channels or width, width)
         both, rest_room = sequences * heads, -(-(fmt.sink + fmt.group) // 16) * 16
         self._rest_keys, self._rest_values = torch.zeros(both, width, rest_room), torch.zeros(both, rest_room, width)
         self._codes: dict[str, Tensor] = {}  # (heads, groups, width / 4, 32 tokens, 4) of keys, (heads, tokens / 4, width, 4) of values
@@ -48,25 +73,17 @@ class PackedCache:
         self._grow(4)
 
     @property
-    def tokens(self) -> int:
-        return self.packed + self.rest
-
-    @property
     def nbytes(self) -> int:
-        """Of the tokens that are there, not of the space kept for more."""
+        """Bytes of the tokens stored so far, without the space allocated for more."""
         groups = -(-self.packed // _GROUP)
         keys = self._codes["key"][:, :groups].nbytes + self._codes["value"][:, : -(-self.packed // _FOUR)].nbytes
         per_head = 4 * 2 * self.rest * self.width
         return keys + sum(self._written(name, groups).nbytes for name in self._scales) + self.sequences * self.heads * per_head
 
     def append(self, keys: Tensor, values: Tensor) -> None:  # (sequences, heads, tokens, width) float32
-        """One token: a group that is complete with it stays in float until the next comes, because attention reads its own piece
-        unrounded. Several: whole groups are rounded at once."""
-        if keys.shape != values.shape or keys.shape[:2] != (self.sequences, self.heads) or keys.shape[3] != self.width:
-            raise InputError(
-                f"keys and values of shape {tuple(keys.shape)} and {tuple(values.shape)} do not belong into this cache",
-                f"it takes ({self.sequences}, {self.heads}, tokens, {self.width})",
-            )
+        """One token: a group that it completes stays in float until the next token arrives, because attention reads the newest group
+        unrounded. Several tokens: complete groups are rounded at once."""
+        self._check_tokens(keys, values)
         keys, values = keys.detach().float().flatten(0, 1), values.detach().float().flatten(0, 1)
         if keys.shape[1] == 1 and self.format.group > 1:
             if self.rest == self.format.sink + self.format.group:
@@ -77,14 +94,8 @@ class PackedCache:
             self._settle(keys, values)
 
     def attend(self, q: Tensor, factor: float | None = None) -> Tensor:  # (sequences, query heads, 1, width) -> the same shape
-        """softmax(q . keys * factor) . values; the factor is one over the root of the width unless told."""
-        if self.tokens == 0:
-            raise InputError("attention has nothing to read", "append keys and values first")
-        if q.shape[0] != self.sequences or q.shape[1] % self.heads or q.shape[2:] != (1, self.width):
-            raise InputError(
-                f"queries of shape {tuple(q.shape)} do not belong to this cache",
-                f"it takes ({self.sequences}, a multiple of {self.heads}, 1, {self.width})",
-            )
+        """softmax(q . keys * factor) . values; the default factor is 1 / sqrt(width)."""
+        self._check_queries(q)
         isa = _isa()
         if isa is None:
             keys, values = self.unpacked()
@@ -98,15 +109,15 @@ class PackedCache:
             for part in ("key", "value")
             for array in (self._codes[part].numpy(), _halves(self._scales[part]), _halves(self._scales.get(f"{part} minimum")))
         ]
-        kernels.native().attend(
-            isa, queries.numpy(), fmt.bits, fmt.keys == "channel", self._run, self.packed, self.rest, fmt.levels[0], *arrays,
+        processor.native().attend(
+            isa, queries.numpy(), fmt.bits, fmt.keys == "channel", self._channels, self.packed, self.rest, fmt.levels[0], *arrays,
             self._rest_keys.numpy(), self._rest_values.numpy(), self.width**-0.5 if factor is None else factor, out.numpy(),
             torch.get_num_threads(),
         )  # fmt: skip
         return out.view(q.shape)
 
     def unpacked(self) -> tuple[Tensor, Tensor]:  # keys, values: (sequences, heads, tokens, width) float32
-        """What the codes stand for: as `kv_cache` gives it to attention, bit for bit."""
+        """The decoded keys and values: the same bits that `EmulatedKVCache` gives to attention."""
         fmt, groups = self.format, -(-self.packed // _GROUP)
         codes = self._key_codes(slice(0, groups))
         if fmt.keys == "channel":
@@ -119,7 +130,7 @@ class PackedCache:
         return self._in_order(keys[:, : self.packed], rest_keys), self._in_order(values, rest_values)
 
     def _settle(self, keys: Tensor, values: Tensor) -> None:  # (heads, tokens, width), new ones
-        """Rounds whatever is complete of the rest and these; what is left is the rest."""
+        """Rounds the complete groups among the unrounded tokens and these new ones; the others stay unrounded."""
         sink, group = self.format.sink, self.format.group
         keys = torch.cat([self._rest_keys[:, :, : self.rest].transpose(1, 2), keys], dim=1)
         values = torch.cat([self._rest_values[:, : self.rest], values], dim=1)
@@ -150,7 +161,7 @@ class PackedCache:
         self.packed = end
 
     def _key_codes(self, groups: slice, new: Tensor | None = None) -> Tensor:  # (heads, tokens, width) uint8
-        """Codes of these groups; `new` ones are written instead."""
+        """Reads the codes of these groups, or writes `new` ones."""
         stored, bits = self._codes["key"], self.format.bits
         if new is not None:
             rows = torch.nn.functional.pad(new, (0, -self.width % _FOUR)).unflatten(1, (-1, _GROUP)).transpose(2, 3)
@@ -164,12 +175,12 @@ class PackedCache:
         fours = slice(groups.start * _GROUP // _FOUR, groups.stop * _GROUP // _FOUR)
         stored, bits = self._codes["value"], self.format.bits
         if new is not None:
-            stored[:, fours] = _with_nibbles(new, bits, self._run).unflatten(1, (-1, _FOUR)).transpose(2, 3)
+            stored[:, fours] = _with_nibbles(new, bits, self._channels).unflatten(1, (-1, _FOUR)).transpose(2, 3)
             return new
-        return _without_nibbles(stored[:, fours].transpose(2, 3).flatten(1, 2), bits, self.width, self._run).contiguous()
+        return _without_nibbles(stored[:, fours].transpose(2, 3).flatten(1, 2), bits, self.width, self._channels).contiguous()
 
     def _encode_by_token(self, x: Tensor, part: str, tokens: slice) -> Tensor:
-        encoded = [self._encoded(run, 2) for run in x.split(self._run, dim=2)]
+        encoded = [self._encoded(piece, 2) for piece in x.split(self._channels, dim=2)]
         for i, (_, scale, minimum) in enumerate(encoded):
             self._store(part, (slice(None), i, tokens), scale.squeeze(2), None if minimum is None else minimum.squeeze(2))
         return torch.cat([codes for codes, _, _ in encoded], dim=2)
@@ -179,21 +190,21 @@ class PackedCache:
         assert fmt.levels
         if fmt.minimum:
             low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-            scale, minimum = _half((high - low) / fmt.levels[-1]), _half(low)
+            scale, minimum = as_float16((high - low) / fmt.levels[-1]), as_float16(low)
         else:
-            scale, minimum = _half(x.abs().amax(dim, keepdim=True) / fmt.largest), None
-        return rounding.encode(x, fmt.levels, scale, minimum), scale, minimum
+            scale, minimum = as_float16(x.abs().amax(dim, keepdim=True) / fmt.largest), None
+        return encode(x, fmt.levels, scale, minimum), scale, minimum
 
     def _decoded(self, codes: Tensor, scale: Tensor | None, minimum: Tensor | None) -> Tensor:
         assert scale is not None
-        return rounding.decode(codes, self.format.levels, scale, minimum)
+        return decode(codes, self.format.levels, scale, minimum)
 
     def _decoded_by_token(self, codes: Tensor, part: str) -> Tensor:  # (heads, tokens, width)
-        runs = [
-            self._decoded(run, *(None if s is None else s[:, i, : self.packed].float().unsqueeze(2) for s in self._pair(part)))
-            for i, run in enumerate(codes.split(self._run, dim=2))
+        pieces = [
+            self._decoded(piece, *(None if s is None else s[:, i, : self.packed].float().unsqueeze(2) for s in self._pair(part)))
+            for i, piece in enumerate(codes.split(self._channels, dim=2))
         ]
-        return torch.cat(runs, dim=2)
+        return torch.cat(pieces, dim=2)
 
     def _pair(self, part: str) -> tuple[Tensor, Tensor | None]:
         return self._scales[part], self._scales.get(f"{part} minimum")
@@ -215,8 +226,8 @@ class PackedCache:
 
     def _grow(self, groups: int) -> None:
         both, fmt = self.sequences * self.heads, self.format
-        runs, row = -(-self.width // self._run), -(-self.width * fmt.bits // 8)
-        by_token, by_channel = (both, runs, groups * _GROUP), (both, groups, self.width)
+        scales, row = -(-self.width // self._channels), -(-self.width * fmt.bits // 8)
+        by_token, by_channel = (both, scales, groups * _GROUP), (both, groups, self.width)
         shapes = {"key": by_channel if fmt.keys == "channel" else by_token, "value": by_token}
         old_codes, old_scales = self._codes, self._scales
         self._codes = {
@@ -230,20 +241,16 @@ class PackedCache:
                 new[name][tuple(slice(0, n) for n in entries.shape)] = entries
 
 
-def _half(x: Tensor) -> Tensor:
-    return x.clamp(-_LARGEST_HALF, _LARGEST_HALF).half().float()
-
-
 def _halves(entries: Tensor | None) -> Any:
     return None if entries is None else entries.view(torch.int16).numpy()
 
 
-def _with_nibbles(codes: Tensor, bits: int, run: int) -> Tensor:  # (..., n) -> (..., bytes)
-    """Of each 32 codes of a run, or of what is left, the first half into low nibbles, the second into high ones."""
+def _with_nibbles(codes: Tensor, bits: int, channels: int) -> Tensor:  # (..., n) -> (..., bytes)
+    """Packs blocks of 32 codes (or the remainder of a group of channels): the first half into low nibbles, the second into high."""
     if bits == 8:
         return codes
     packed = []
-    for piece in codes.split(run, dim=-1):
+    for piece in codes.split(channels, dim=-1):
         for block in piece.split(32, dim=-1):
             half = -(-block.shape[-1] // 2)
             low, high = block[..., :half].clone(), block[..., half:]
@@ -252,12 +259,12 @@ def _with_nibbles(codes: Tensor, bits: int, run: int) -> Tensor:  # (..., n) -> 
     return torch.cat(packed, dim=-1)
 
 
-def _without_nibbles(packed: Tensor, bits: int, n: int, run: int) -> Tensor:  # (..., bytes) -> (..., n)
+def _without_nibbles(packed: Tensor, bits: int, n: int, channels: int) -> Tensor:  # (..., bytes) -> (..., n)
     if bits == 8:
         return packed
     codes, at = [], 0
-    for first in range(0, n, run):
-        left = min(run, n - first)
+    for first in range(0, n, channels):
+        left = min(channels, n - first)
         for block in range(0, left, 32):
             count = min(32, left - block)
             half = -(-count // 2)
@@ -267,5 +274,5 @@ def _without_nibbles(packed: Tensor, bits: int, n: int, run: int) -> Tensor:  # 
 
 
 def _isa() -> str | None:
-    """The fastest native kernel here, or the one that FEWBITS_KERNEL forces; None: torch."""
-    return kernels.fastest([] if kernels.native_missing() else kernels.native().attention_isas())
+    """The fastest native instruction set here, or the one that FEWBITS_KERNEL forces; None: use torch."""
+    return processor.fastest([] if processor.native_missing() else processor.native().attention_isas())

@@ -1,4 +1,4 @@
-"""The kernel that serves every format: unpack, then `scale * level + offset`. Slow, and what every other kernel must equal bit for bit."""
+"""The kernel for every format: unpack, then `scale * level + offset`. It is slow; every other kernel must equal it bit for bit."""
 
 from __future__ import annotations
 
@@ -9,27 +9,14 @@ from fewbits.formats import Format
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fewbits.formats import Grid, Parts
+    from fewbits.formats import Parts
 
 
 def decode(fmt: Format, parts: Parts) -> Tensor:  # -> (rows, cols) float32
-    from fewbits import rounding
+    from fewbits.formats.storage import codes
 
-    # of a GPU: on the processor, where formats have their tables. Slow, and the same bits
+    # a GPU's arrays are decoded on the processor, because that is where formats keep their tables
     where = next(iter(parts.values())).device
-    codes, grid = fmt.unpack({name: part.cpu() for name, part in parts.items()})
+    chosen, grid = fmt.unpack({name: part.cpu() for name, part in parts.items()})
     scale, offset = fmt.affine(grid)
-    return rounding.decode(codes, fmt.levels, scale, offset).to(where)
-
-
-def pack(fmt: Format, codes: Tensor, grid: Grid) -> Parts:
-    return fmt.pack(codes, grid)
-
-
-def matmul(fmt: Format, x: Tensor, parts: Parts) -> Tensor:  # x (tokens, cols) -> (tokens, rows)
-    return multiply(x, decode(fmt, parts))
-
-
-def multiply(x: Tensor, w: Tensor) -> Tensor:
-    """x (tokens, cols), w (rows, cols) float32 -> (tokens, rows) in x's dtype, summed in float32."""
-    return (x.float() @ w.T).to(x.dtype)
+    return codes.decode(chosen, fmt.levels, scale, offset).to(where)

@@ -1,4 +1,8 @@
-"""Ways to choose codes: (weight, format, statistics) -> Outcome. One file per method; the file is the registration."""
+"""Ways to choose codes: (weight, format, statistics) -> `Outcome`, the packed weight. Every file here is a method, named as the file.
+
+error_feedback/ is not a method by itself: it is the solver behind `gptq` and `auto`. tuned_scales/ moves the scales of a whole block after
+a method chose the codes.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,12 @@ class Outcome:
     """One weight, quantized, and how it went."""
 
     parts: Parts
-    method: str  # what made the parts in the end: `auto` chooses, and a method may have to give way to another
+    method: str  # that made the parts: `auto` chooses one, and gptq falls back to rtn where the Hessian is singular
     damping: float | None = None
-    damage: dict[str, float] = field(default_factory=dict)  # by candidate, on the half of the samples that it was not fitted to
-    places: dict[str, tuple[float, float]] = field(default_factory=dict)  # the same: relative error of the output at position 0, and later
+    damage: dict[str, float] = field(default_factory=dict)  # candidate -> damage on the half of the samples that it was not fitted to
+    places: dict[str, tuple[float, float]] = field(default_factory=dict)  # candidate -> relative output error at position 0, and later
     notes: tuple[str, ...] = ()  # what a person should know: a Hessian that could not be used, a fallback
-    bias: Tensor | None = None  # the weight's own, corrected for the mean of the rounding errors; None: as it was
+    bias: Tensor | None = None  # of the layer, corrected for the mean shift that rounding causes; None: unchanged
 
 
 class Method(Protocol):
@@ -36,7 +40,7 @@ class Method(Protocol):
 
 
 def all() -> list[str]:
-    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg)
 
 
 def get(name: str) -> Method:

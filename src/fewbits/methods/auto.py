@@ -1,13 +1,13 @@
-"""Whichever method does least damage to this weight on the half of the samples that it was not fitted to, then run on all of them."""
+"""The method that does least damage to this weight on the half of the samples that it was not fitted to, then fitted to all of them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fewbits import holdout
+from fewbits.formats.storage.codes import encode
 from fewbits.methods import Outcome, gptq, rtn
-from fewbits.rounding import encode
+from fewbits.methods.error_feedback import holdout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,21 +25,21 @@ class Auto:
         if fmt.levels is None or statistics is None or not statistics.has_importance:
             return rtn.METHOD.quantize(w, fmt, statistics)
         rows = holdout.some_rows(w, gptq.TRIAL_WEIGHTS)
-        held: dict[str, holdout.Held] = {}
+        judged: dict[str, holdout.HeldOut] = {}
         for name, importance in ((_PLAIN, None), (_WEIGHED, statistics.importance(0))):
             grid = fmt.fit(w[rows], importance)
             codes = encode(w[rows], fmt.levels, *fmt.affine(grid))
-            held[name] = holdout.judge(w[rows], fmt, codes, grid, statistics, rows)
+            judged[name] = holdout.judge(w[rows], fmt, codes, grid, statistics, rows)
         damping = gptq.choose_damping(w, fmt, statistics) if statistics.has_hessian else 0.0
-        if statistics.has_hessian and (found := gptq.judged(w, fmt, statistics, damping)):
-            held[_FEEDBACK] = found
-        best = min(held, key=lambda name: held[name].damage)
+        if statistics.has_hessian and (by_gptq := gptq.judged(w, fmt, statistics, damping)):
+            judged[_FEEDBACK] = by_gptq
+        best = min(judged, key=lambda name: judged[name].damage)
         if best == _FEEDBACK:
             outcome = gptq.solve(w, fmt, statistics, damping)
         else:
             outcome = Outcome(rtn.quantize(w, fmt, statistics.importance() if best == _WEIGHED else None), "rtn")
-        damage, places = {name: entry.damage for name, entry in held.items()}, {name: entry.places for name, entry in held.items()}
-        return replace(outcome, damage=damage, places=places)
+        damage = {name: entry.damage for name, entry in judged.items()}
+        return replace(outcome, damage=damage, places={name: entry.places for name, entry in judged.items()})
 
 
 METHOD = Auto()

@@ -1,16 +1,17 @@
-"""GPTQ: each rounding error is made up for by the columns not yet rounded, as the inputs' second moments say (`fewbits.feedback`).
+"""GPTQ: columns not yet rounded compensate for each rounding error, by the inputs' second moments (`methods.error_feedback`).
 
 The Hessian is aware of the attention sink (`WeightStatistics.hessian`). How much of a diagonal to add to it (damping) decides between
-fitting the samples and being ready for others: each amount is fitted to one half of the samples and judged on the other.
+fitting these samples and generalising to others: each amount is fitted to one half of the samples and judged on the other.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fewbits import feedback, holdout, kernels
+from fewbits import kernels
 from fewbits.errors import InputError
-from fewbits.methods import Outcome, rtn
+from fewbits.methods import Outcome, error_feedback, rtn
+from fewbits.methods.error_feedback import holdout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from fewbits.formats import Format
 
 DAMPINGS = (0.003, 0.01, 0.03, 0.1, 0.3)
-TRIAL_WEIGHTS = 1 << 16  # rows are alike in how they take damping: some of them decide
+TRIAL_WEIGHTS = 1 << 16  # the best damping hardly differs between rows, so that trials on some of them decide
 
 
 class Gptq:
@@ -37,10 +38,10 @@ class Gptq:
 
 
 def solve(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: float, kind: Kind = "aware") -> Outcome:
-    """On all the samples, with this damping. Where no Hessian is to be had, a search with importance, and a note that says so."""
+    """On all samples, with this damping. Where the Hessian is singular, rounding to nearest by importance, and a note that says so."""
     try:
-        solved = feedback.solve(w, fmt, statistics.hessian(kind=kind), damping=damping)
-    except feedback.Singular as failure:
+        solved = error_feedback.solve(w, fmt, statistics.hessian(kind=kind), damping=damping)
+    except error_feedback.Singular as failure:
         note = f"no error feedback: {failure.args[0]}"
         return Outcome(rtn.METHOD.quantize(w, fmt, statistics).parts, "rtn", notes=(note,))
     return Outcome(kernels.pack(fmt, solved.codes, solved.grid), "gptq", solved.damping, notes=solved.notes)
@@ -56,19 +57,19 @@ def choose_damping(w: Tensor, fmt: Format, statistics: WeightStatistics, kind: K
     tried: dict[float, float] = {}
     for damping in DAMPINGS:
         try:
-            solved = feedback.solve(w[rows], fmt, hessian, damping=damping, order="columns", passes=0, refits=0)
-        except feedback.Singular:
+            solved = error_feedback.solve(w[rows], fmt, hessian, damping=damping, order="columns", passes=0, refits=0)
+        except error_feedback.Singular:
             continue
         tried[damping] = holdout.judge(w[rows], fmt, solved.codes, solved.grid, statistics, rows).damage
     return min(tried, key=lambda damping: tried[damping], default=DAMPINGS[-1])
 
 
-def judged(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: float) -> holdout.Held | None:
-    """Fitted to one half of the samples, judged on the other; None: no Hessian is to be had."""
+def judged(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: float) -> holdout.HeldOut | None:
+    """Fitted to one half of the samples, judged on the other; None: the Hessian is singular."""
     rows = holdout.some_rows(w, TRIAL_WEIGHTS)
     try:
-        solved = feedback.solve(w[rows], fmt, statistics.hessian(0), damping=damping)
-    except feedback.Singular:
+        solved = error_feedback.solve(w[rows], fmt, statistics.hessian(0), damping=damping)
+    except error_feedback.Singular:
         return None
     return holdout.judge(w[rows], fmt, solved.codes, solved.grid, statistics, rows)
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fewbits import kernels
+from fewbits.formats.storage.codes import encode
 from fewbits.methods import Outcome
-from fewbits.rounding import encode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fewbits.calibration.statistics import Half, WeightStatistics
+    from fewbits.calibration.statistics import WeightStatistics
     from fewbits.formats import Format, How, Parts
 
 
 def quantize(w: Tensor, fmt: Format, importance: Tensor | None = None, how: How = "search") -> Parts:
-    from fewbits.kernels import quantizing
+    from fewbits.kernels.quantize import quantize as quantize_natively
 
     if fmt.levels is None:
         return fmt.pack(w, {})
-    if how == "search" and (parts := quantizing.quantize(fmt, w, importance)) is not None:
+    if how == "search" and (parts := quantize_natively(fmt, w, importance)) is not None:
         return parts
     grid = fmt.fit(w, importance, how=how)
     return kernels.pack(fmt, encode(w, fmt.levels, *fmt.affine(grid)), grid)
@@ -29,9 +29,8 @@ def quantize(w: Tensor, fmt: Format, importance: Tensor | None = None, how: How 
 class Rtn:
     needs_statistics = False
 
-    def quantize(self, w: Tensor, fmt: Format, statistics: WeightStatistics | None = None, half: Half = None) -> Outcome:
-        known = statistics is not None and statistics.has_importance
-        return Outcome(quantize(w, fmt, statistics.importance(half) if statistics and known else None), "rtn")
+    def quantize(self, w: Tensor, fmt: Format, statistics: WeightStatistics | None = None) -> Outcome:
+        return Outcome(quantize(w, fmt, statistics.importance() if statistics and statistics.has_importance else None), "rtn")
 
 
 METHOD = Rtn()

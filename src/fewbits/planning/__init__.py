@@ -1,12 +1,16 @@
-"""Which format each weight gets, at what price and why. Pure: no torch, no files but JSON text.
+"""A table of sensitivities, a target and a budget in; a plan out: the format of every weight, with its size and the reason.
 
-budgets.py      what a size means in bytes            recipes.py     llama.cpp's own mixes, as a size and as a peer
-solver.py       the best choice under one limit       rules.py       what the user fixed, by name
-allocation.py   table of sensitivities + budget -> plan and frontier
-thresholds.py   the simple way to the same, to compare with
-wishes.py       what a person wants of a plan beside its budget
-deciding.py     budget and wishes in, plan out             explaining.py  why a weight got its format
-speeds.py       how fast a plan would generate
+Loads no torch and reads no files but JSON. This file holds `Plan` itself, with the plans that need no budget (one format for all, no
+quantization, a plan.json).
+
+decision.py       budget and constraints -> plan              constraints.py  formats, overrides, groups and speed that the user asks for
+allocation.py     the options of each weight -> plan of least damage, and the frontier of sizes
+solver.py         the multiple-choice knapsack                by_thresholds.py  the textbook strategy, to compare with
+budgets.py        `--size` in bytes                           recipes.py      llama.cpp's mixes (Q4_K_M...), as a size to match
+footprint.py      memory that a model takes while it runs     speed.py        tokens per second that a plan would generate
+accuracy.py       how accurate a file must be                 rounds.py       the search for the smallest plan that is accurate enough
+rules.py          `--override`                                explanation.py  why a weight got its format
+target.py         what planning asks of a target
 """
 
 from __future__ import annotations
@@ -18,23 +22,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fewbits import activations, formats, kv, methods, targets
+from fewbits import formats, methods
 from fewbits.errors import InputError
+from fewbits.formats.runtime import activations, kv
 from fewbits.planning import rules
 
 if TYPE_CHECKING:
-    from fewbits.activations import Activation
     from fewbits.formats import Format
-    from fewbits.model import Weight
-    from fewbits.targets import Target
+    from fewbits.formats.runtime.activations import Activation
+    from fewbits.model.weights import Weight
+    from fewbits.planning.target import Target
 
 SCHEMA = 1
-_ROW_LENGTH = 8192  # characters of a row at most; a hundred times what fewbits writes
+_ROW_LENGTH = 8192  # characters for one weight at most: a hundred times what fewbits writes
 
 
 @dataclass(frozen=True)
 class Step:
-    """Another format for one weight, as a change."""
+    """Another format for one weight: the change in bytes and in KL if it were taken."""
 
     format: str
     nbytes: int
@@ -54,13 +59,13 @@ class Entry:
     fallback: bool = False  # got another format than was asked for
     activation: Activation | None = None  # what its input is rounded to; None: float
     kl: float | None = None  # predicted; None: not measured
-    up: Step | None = None  # the next better format, and the next smaller: what each would change
-    down: Step | None = None
+    up: Step | None = None  # the next better format
+    down: Step | None = None  # the next smaller one
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The format of EVERY weight. Nothing is skipped silently: what stays in float is here with its reason."""
+    """The format of every weight. One that stays in float is listed too, with the reason."""
 
     target: str
     entries: tuple[Entry, ...]
@@ -76,7 +81,7 @@ class Plan:
 
     @property
     def kl(self) -> float | None:
-        """Predicted: damages of single weights add up. None: some were not measured."""
+        """Predicted, as the sum over single weights. None: some were not measured."""
         known = [entry.kl for entry in self.entries if entry.kl is not None]
         return math.fsum(known) if len(known) == len(self.entries) else None
 
@@ -100,7 +105,7 @@ class Plan:
         weights = {entry.weight: _to_dict(entry) for entry in self.entries}
         bits = round(self.bits_per_weight, 4)
         head: dict[str, object] = {"schema": SCHEMA, "target": self.target, "bytes": self.nbytes, "bits_per_weight": bits}
-        # of the entries as they are written, so that a plan that was read says the same
+        # summed over the rounded numbers, so that reading the plan and writing it again gives the same text
         written = [_digits(entry.kl) for entry in self.entries if entry.kl is not None]
         head |= {"predicted_kl": _digits(math.fsum(written))} if self.kl is not None else {}
         head |= {"kv": self.kv} if self.kv else {}
@@ -114,7 +119,7 @@ def _to_dict(entry: Entry) -> dict[str, object]:
     row |= {"reason": entry.reason, "shape": list(entry.shape), "bytes": entry.nbytes}
     row |= {"fallback": True} if entry.fallback else {}
     row |= {"activation": entry.activation.to_dict()} if entry.activation else {}
-    # what follows was said of this format: a person who changes `format` above leaves it behind
+    # `kl_of` names the format that was measured: if a person edits `format`, `read` sees that the KL no longer belongs to it
     row |= {"kl": _digits(entry.kl), "kl_of": entry.format} if entry.kl is not None else {}
     for name, step in (("up", entry.up), ("down", entry.down)):
         row |= {name: {"format": step.format, "bytes": step.nbytes, "kl": _digits(step.kl)}} if step else {}
@@ -134,9 +139,9 @@ def uniform(
     activation: Activation | None = None,
     kv: str | None = None,
 ) -> Plan:
-    """One format for all, but for the weights that an override names. `keep` as a format leaves a weight as it is.
+    """One format for all weights, except those that an override names. The format `keep` leaves a weight unquantized.
 
-    `activation` is for every matmul with a quantized weight, but for the output of the model.
+    `activation` applies to every matmul with a quantized weight, except the output layer.
     """
     weights = list(weights)
     chosen = rules.parse_all(overrides, weights)
@@ -153,22 +158,22 @@ def uniform(
     return checked(Plan(target.name, tuple(entries), kv), weights, target)
 
 
-def kept(weights: Iterable[Weight], target: Target) -> Plan:
-    """Every weight as it is in the checkpoint: the float file that a runtime's own error is measured with."""
+def unquantized(weights: Iterable[Weight], target: Target) -> Plan:
+    """Every weight in the type of the checkpoint. The error of a runtime itself is measured with such a file."""
     return Plan(target.name, tuple(priced(w, target, formats.get(w.dtype), "kept as in the checkpoint", "rtn") for w in weights))
 
 
 def with_activations(plan: Plan, chosen: Mapping[str, Activation]) -> Plan:
-    """The same plan with these activations, by weight: what calibration found the scales for."""
+    """The same plan with these activations, by weight, whose scales calibration has found."""
     return replace(plan, entries=tuple(replace(e, activation=chosen.get(e.weight, e.activation)) for e in plan.entries))
 
 
-def checked(plan: Plan, weights: Sequence[Weight], target: Target) -> Plan:
-    """The same plan, or an error where the target cannot carry its activations, its KV cache or all of it together."""
+def checked(plan: Plan, weights: Sequence[Weight], target: Target | None) -> Plan:
+    """The same plan; an error if it contradicts itself or if the target cannot hold its activations, KV cache or formats together."""
     elsewhere = "leave it out, or use `--to fewbits`"
     if plan.kv is not None:
         plan = replace(plan, kv=kv.get(plan.kv).name)
-        if plan.kv and (why_not := target.accepts_kv(plan.kv)):
+        if target and (why_not := target.accepts_kv(str(plan.kv))):
             raise InputError(f"{target.name} cannot say that the KV cache is {plan.kv}: {why_not}", elsewhere)
     for weight in weights:
         entry = plan[weight.name]
@@ -176,23 +181,24 @@ def checked(plan: Plan, weights: Sequence[Weight], target: Target) -> Plan:
             continue
         if weight.kind == "embedding" and not weight.tied_to:
             raise InputError(f"`{weight.name}` is looked up, not multiplied: it has no activation", "leave it out of the plan")
-        if why_not := target.accepts_activation(weight, formats.get(entry.format), entry.activation):
+        if target and (why_not := target.accepts_activation(weight, formats.get(entry.format), entry.activation)):
             raise InputError(f"{target.name} does not round the input of `{weight.name}` to {entry.activation.name}: {why_not}", elsewhere)
-    if why_not := target.accepts_plan(plan, weights):
+    if target and (why_not := target.accepts_plan(plan, weights)):
         raise InputError(f"{target.name} cannot hold this plan: {why_not}", "change the plan, or use another `--to`")
     return plan
 
 
 def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> Plan:
-    """A plan.json, perhaps edited by hand: every name and format is checked, every price computed anew."""
+    """A plan.json, perhaps edited by hand: every name and format is checked, and every size computed again. Without a target (when an
+    artifact is opened) sizes are taken as written."""
     weights = list(weights)
     if len(text) > (most := _ROW_LENGTH * (len(weights) + 16)):
         raise InputError(f"the plan has {len(text):,} characters for {len(weights)} weights, more than {most:,}", "is it a plan at all?")
     try:
         content: Any = json.loads(text)
         schema, rows = content["schema"], dict(content["weights"])
-        target = target or targets.get(str(content["target"]))
-        chosen = {str(name): _row(row) for name, row in rows.items()}
+        made_for = str(content["target"])
+        chosen = {str(name): _parsed(row) for name, row in rows.items()}
         cache = None if content.get("kv") is None else str(content["kv"])
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as failure:
         raise InputError(f"this is not a plan: {failure!r}", "`fewbits quantize` writes one as plan.json") from failure
@@ -210,20 +216,24 @@ def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> 
         if row.method.lower() not in methods.all():  # by name: `methods.get` would load torch
             raise InputError(f"the plan gives `{weight.name}` the method `{row.method}`", f"known methods: {', '.join(methods.all())}")
         fmt = formats.get(weight.dtype if row.format.lower() == "keep" else row.format)
-        if why_not := refuses(weight, target, fmt):
+        if why_not := refuses(weight, target, fmt) if target else fmt.fits(weight.shape):
             raise InputError(f"the plan gives `{weight.name}` {fmt.name}: {why_not}", "choose another format for it in the plan")
-        entry = _reading(priced(weight, target, fmt, row.reason, row.method), weight, target, row.activation)
-        other_size = row.nbytes is not None and content["target"] == target.name and row.nbytes != entry.nbytes
+        if target:
+            entry = _reading(priced(weight, target, fmt, row.reason, row.method), weight, target, row.activation)
+        else:
+            nbytes = fmt.nbytes(weight.shape) if row.nbytes is None else row.nbytes
+            entry = Entry(weight.name, weight.shape, fmt.name, row.method, row.reason, nbytes, activation=row.activation)
+        other_size = row.nbytes is not None and (target is None or made_for == target.name) and row.nbytes != entry.nbytes
         edited = other_size or (row.kl_of is not None and row.kl_of != fmt.name)
-        if edited:  # what was predicted and said of the old format is not true of the new one
+        if edited:  # reason and prediction belong to the old format
             entries.append(replace(entry, reason="edited in plan.json"))
         else:
             entries.append(replace(entry, fallback=row.fallback, kl=row.kl, up=row.up, down=row.down))
-    return checked(Plan(target.name, tuple(entries), cache), weights, target)
+    return checked(Plan(target.name if target else made_for, tuple(entries), cache), weights, target)
 
 
-class _Row(NamedTuple):
-    """One line of a plan.json, as it was read."""
+class _WrittenEntry(NamedTuple):
+    """One weight of a plan.json, before it is checked."""
 
     format: str
     method: str
@@ -237,13 +247,13 @@ class _Row(NamedTuple):
     down: Step | None
 
 
-def _row(row: Any) -> _Row:
+def _parsed(row: Any) -> _WrittenEntry:
     nbytes = row.get("bytes")
     plain = (str(row["format"]), str(row.get("method", "rtn")), str(row.get("reason", "")), bool(row.get("fallback", False)))
     activation = None if row.get("activation") is None else activations.from_dict(row["activation"])
     kl = None if row.get("kl") is None else _finite(row["kl"])
     up, down = (_step(row.get(name)) for name in ("up", "down"))
-    return _Row(*plain, nbytes if isinstance(nbytes, int) else None, activation, kl, row.get("kl_of"), up, down)
+    return _WrittenEntry(*plain, nbytes if isinstance(nbytes, int) and nbytes >= 0 else None, activation, kl, row.get("kl_of"), up, down)
 
 
 def _step(row: Any) -> Step | None:
@@ -251,14 +261,15 @@ def _step(row: Any) -> Step | None:
 
 
 def _finite(value: Any) -> float:
-    if not math.isfinite(found := float(value)):
+    if not math.isfinite(number := float(value)):
         raise ValueError(f"a KL of {value} is not finite")
-    return found
+    return number
 
 
 def takes_activation(weight: Weight, entry: Entry) -> bool:
-    """A float matmul has nothing to gain from rounded inputs. The output's keeps its own: its error goes into the logits as it is (KL
-    of int8 and fp8 rises by 10 to 24 % on the embedded model and SmolLM2), and it runs once per token, not once per block."""
+    """Whether the input of this weight is worth rounding. A float matmul gains nothing from it. Neither does the output layer: its error
+    goes straight into the logits (KL of int8 and fp8 rises by 10 to 24 % on the embedded model and SmolLM2), and it runs once per token,
+    not once per block."""
     return formats.get(entry.format).levels is not None and weight.kind not in ("embedding", "output")
 
 
@@ -274,18 +285,18 @@ def priced(weight: Weight, target: Target, fmt: Format, reason: str, method: str
 
 
 def _reading(entry: Entry, weight: Weight, target: Target, activation: Activation | None) -> Entry:
-    """The entry with this activation, for which a target may lay the weight out otherwise."""
+    """The entry with this activation. Its size may change: targets store some weights in another layout for rounded inputs."""
     if activation is None or target.accepts_activation(weight, formats.get(entry.format), activation):
-        return replace(entry, activation=activation)  # `checked` refuses it
+        return replace(entry, activation=activation)  # refused later, by `checked`
     return replace(entry, activation=activation, nbytes=target.nbytes(weight, formats.get(entry.format), activation))
 
 
 def _next_that_fits(weight: Weight, target: Target, asked: Format, why_not: str) -> tuple[Format, str]:
-    """The smallest format of no fewer bits than the one asked for."""
+    """The smallest format that this weight fits and that has at least the bits of the one asked for; and the reason, for the plan."""
     floor = asked.bits_per_weight((256, 256))  # a shape that every format fits
     keep = formats.get(weight.dtype)
 
-    def cost(fmt: Format) -> tuple[int, bool, bool]:  # of equal size: kept as it is, then packed like the one asked for
+    def cost(fmt: Format) -> tuple[int, bool, bool]:  # of equal size: unquantized first, then one packed like the one asked for
         return target.nbytes(weight, fmt), fmt != keep, fmt.parts((256, 256)).keys() != asked.parts((256, 256)).keys()
 
     # one scale for the whole weight loses more than the bits say (int8_tensor has 1.8 times int8_channel's error on heavy tails)

@@ -1,7 +1,7 @@
-"""Spending the bits: the table of sensitivities and a budget in, a plan out; and the frontier of all budgets.
+"""A table of sensitivities and a limit in, the plan of least damage out; and the frontier of all sizes.
 
-Damages of single weights add up (measured: up to a KL of about 0.4), so the best plan of a size is a knapsack: `solver` has it exactly.
-Weights that must share a format are one item. What the target does not carry, or the user does not want, is never an option.
+The KL of single weights adds up (measured: up to a KL of about 0.4), so the best plan of a size is a knapsack, which `solver` solves
+exactly. Weights that must share a format are one item. Formats that the target cannot store or the user excludes are no options.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from typing import TYPE_CHECKING
 
 from fewbits import formats, planning
 from fewbits.errors import InputError
-from fewbits.planning import solver, speeds, wishes
+from fewbits.planning import solver, speed
+from fewbits.planning.constraints import UNCONSTRAINED
 from fewbits.planning.solver import Option
 
 if TYPE_CHECKING:
     from fewbits.formats import Format
-    from fewbits.model import Weight
+    from fewbits.model.weights import Weight
     from fewbits.planning import Entry, Plan
+    from fewbits.planning.constraints import Constraints
     from fewbits.planning.rules import Rule
     from fewbits.planning.solver import Solution
-    from fewbits.planning.wishes import Wishes
+    from fewbits.planning.target import Target
     from fewbits.sensitivity.table import Sensitivity
-    from fewbits.targets import Target
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One format for the weights of a group."""
+    """One format for a group of weights that share it."""
 
     format: Format
     kl: float
@@ -50,14 +51,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Allocator:
-    """All that a budget is not: the groups of weights and what each may become."""
+    """The groups of weights and the formats that each may have: a plan for any limit is made from them."""
 
     table: Sensitivity
     target: Target
     groups: tuple[tuple[Weight, ...], ...]
     choices: tuple[tuple[Choice, ...], ...]  # of each group, by rising size
     rules: tuple[Rule, ...] = ()
-    bandwidth: float = speeds.BANDWIDTH
+    bandwidth: float = speed.BANDWIDTH
     min_speed: float | None = None  # tokens per second that a plan must be predicted to reach
 
     @cached_property
@@ -73,26 +74,28 @@ class Allocator:
         return math.fsum(min(choice.kl for choice in choices) for choices in self.choices)
 
     def within_bytes(self, nbytes: int, why: str) -> Plan:
-        """Of all plans of no more bytes the one of least KL."""
-        found = self._fast_enough(lambda toll: solver.solve(self._options(lambda c: c.kl + toll * c.seconds, lambda c: c.nbytes), nbytes))
-        if found is None:
+        """The plan of least KL within so many bytes."""
+        solution = self._fast_enough(
+            lambda toll: solver.solve(self._options(lambda c: c.kl + toll * c.seconds, lambda c: c.nbytes), nbytes)
+        )
+        if solution is None:
             least = f"{self.least_bytes:,} bytes, {8 * self.least_bytes / self.elements:.2f} bits per weight"
             left = f"the {nbytes:,} bytes that `{why}` leaves them" if why else f"{nbytes:,} bytes"
             hint = f"in these formats they take at least {least}: {self.least_bytes - nbytes:,} bytes more"
             raise InputError(f"{left} are too few for the weights", hint)
-        return self._plan(found, why, found.price)
+        return self.of(solution.chosen, why, solution.price)
 
     def within_kl(self, kl: float, why: str) -> Plan:
-        """Of all plans of no more predicted KL the smallest."""
-        found = self._fast_enough(lambda toll: solver.solve(self._options(lambda c: c.nbytes + toll * c.seconds, lambda c: c.kl), kl))
-        if found is None:
+        """The smallest plan within a predicted KL."""
+        solution = self._fast_enough(lambda toll: solver.solve(self._options(lambda c: c.nbytes + toll * c.seconds, lambda c: c.kl), kl))
+        if solution is None:
             raise InputError(f"a KL of {kl:g} is not reachable: the best plan is predicted at {self.least_kl:.2g}", "allow better formats")
-        return self._plan(found, why, 1 / found.price if found.price else 0.0)
+        return self.of(solution.chosen, why, 1 / solution.price if solution.price else 0.0)
 
     def tokens_per_second(self, plan: Plan) -> float:
         taken = {entry.weight: entry for entry in plan.entries}
         each = (
-            speeds.seconds(weight, formats.get(taken[weight.name].format), taken[weight.name].nbytes, self.bandwidth)
+            speed.seconds(weight, formats.get(taken[weight.name].format), taken[weight.name].nbytes, self.bandwidth)
             for weight in self.table.weights
         )
         return 1 / max(math.fsum(each), 1e-12)
@@ -101,18 +104,18 @@ class Allocator:
         return [[Option(value(choice), cost(choice)) for choice in choices] for choices in self.choices]
 
     def _fast_enough(self, solve: Callable[[float], Solution | None]) -> Solution | None:
-        """The least toll on every second at which the plan is fast enough: a Lagrange multiplier, found by bisection."""
+        """The solution for the least toll (a Lagrange multiplier: cost added per second) at which the plan is fast enough, by bisection."""
         free = solve(0.0)
         if self.min_speed is None or free is None or self._seconds(free) * self.min_speed <= 1:
             return free
         low, high, best = 0.0, 1e-6, None
         while best is None:
-            found = solve(high)
-            assert found is not None, "a toll changes no cost"
-            if self._seconds(found) * self.min_speed <= 1:
-                best = found
+            solution = solve(high)
+            assert solution is not None, "a toll changes no cost"
+            if self._seconds(solution) * self.min_speed <= 1:
+                best = solution
             elif high > _LARGEST_TOLL:
-                fastest = 1 / self._seconds(found)
+                fastest = 1 / self._seconds(solution)
                 raise InputError(
                     f"{self.min_speed:g} tokens/s are not reachable: {fastest:.3g} are predicted at most", "allow smaller formats"
                 )
@@ -120,39 +123,39 @@ class Allocator:
                 low, high = high, high * 8
         for _ in range(_BISECTIONS):
             middle = math.sqrt(max(low, high * 1e-3) * high)
-            found = solve(middle)
-            assert found is not None
-            if self._seconds(found) * self.min_speed <= 1:
-                best, high = found, middle
+            solution = solve(middle)
+            assert solution is not None
+            if self._seconds(solution) * self.min_speed <= 1:
+                best, high = solution, middle
             else:
                 low = middle
         return best
 
-    def _seconds(self, found: Solution) -> float:
-        return math.fsum(choices[index].seconds for choices, index in zip(self.choices, found.chosen, strict=True))
+    def _seconds(self, solution: Solution) -> float:
+        return math.fsum(choices[index].seconds for choices, index in zip(self.choices, solution.chosen, strict=True))
 
     def repriced(self, plan: Plan) -> Plan:
-        """The same formats, with what the table says of them; None of a format that was not measured, or not by this method."""
-        found: dict[str, Entry] = {}
+        """The same formats with the KL that the table has for them; None for a format that was not measured, or not by this method."""
+        entries: dict[str, Entry] = {}
         for group, choices in zip(self.groups, self.choices, strict=True):
             by_format = {choice.format.name: index for index, choice in enumerate(choices)}
             for weight in group:
                 entry = plan[weight.name]
                 index = by_format.get(entry.format)
-                own = self._entry(weight, choices, index, "", 0.0) if index is not None and self._measured(entry) else None
-                known = (own.kl, own.up, own.down) if own else (None, None, None)
-                found[weight.name] = replace(entry, kl=known[0], up=known[1], down=known[2])
-        return replace(plan, entries=tuple(found[weight.name] for weight in self.table.weights))
+                measured = self._entry(weight, choices, index, "", 0.0) if index is not None and self._measured(entry) else None
+                kl, up, down = (measured.kl, measured.up, measured.down) if measured else (None, None, None)
+                entries[weight.name] = replace(entry, kl=kl, up=up, down=down)
+        return replace(plan, entries=tuple(entries[weight.name] for weight in self.table.weights))
 
     def _measured(self, entry: Entry) -> bool:
-        """By the method that the entry names; codes of a cast are not chosen."""
+        """Whether the table has this format by the method that the entry names; a cast to float is the same by every method."""
         if formats.get(entry.format).levels is None:
             return True
         return entry.method.lower() in (self.table.method, self.table.rows[entry.weight][entry.format].method)
 
     @cached_property
     def frontier_plans(self) -> tuple[Plan, ...]:
-        """Sizes at equal steps from the smallest plan to the best in rounded formats: beyond it nothing is left to gain."""
+        """Plans at equal steps of size, from the smallest to the one that has the best quantized format for every weight."""
         most, free = sum(_best_rounded(choices).nbytes for choices in self.choices), replace(self, min_speed=None)
         steps = range(_FRONTIER)
         return tuple(free.within_bytes(self.least_bytes + (most - self.least_bytes) * step // steps[-1], "") for step in steps)
@@ -167,9 +170,6 @@ class Allocator:
                 entries[weight.name] = self._entry(weight, choices, index, why, price)
         return planning.Plan(self.target.name, tuple(entries[weight.name] for weight in self.table.weights))
 
-    def _plan(self, found: Solution, why: str, price: float) -> Plan:
-        return self.of(found.chosen, why, price)
-
     def _entry(self, weight: Weight, choices: Sequence[Choice], index: int, why: str, price: float) -> Entry:
         taken = choices[index]
         kl, nbytes = self.kl(weight, taken.format), self.target.nbytes(weight, taken.format)
@@ -181,26 +181,22 @@ class Allocator:
                 choice.format.name, self.target.nbytes(weight, choice.format) - nbytes, self.kl(weight, choice.format) - kl
             )
 
-        # the next one on the way: more bytes and less damage, or fewer bytes
+        # up: the next larger format with less damage; down: the next smaller one
         up = next((c for c in choices if c.nbytes > taken.nbytes and c.kl < taken.kl), None)
         down = min((c for c in choices if c.nbytes < taken.nbytes), key=lambda c: (-c.nbytes, c.kl), default=None)
         fixed = next((rule for rule in _effective(self.rules, weight) if rule.how == "="), None)
-        entry = planning.priced(
-            weight, self.target, taken.format, _reason(fixed, why, step(up), step(down), price), self._method(weight, taken)
-        )
+        method = "rtn" if taken.format.levels is None else self.table.method
+        entry = planning.priced(weight, self.target, taken.format, _reason(fixed, why, step(up), step(down), price), method)
         return replace(entry, kl=kl, up=step(up), down=step(down))
 
     def kl(self, weight: Weight, fmt: Format) -> float:
         return _kl(self.table, self.target, weight, fmt)
 
-    def _method(self, weight: Weight, choice: Choice) -> str:
-        return "rtn" if choice.format.levels is None else self.table.method
 
-
-_FRONTIER = 20  # sizes
+_FRONTIER = 20  # plans on it
 _LARGEST_TOLL = 1e18
 _BISECTIONS = 16
-_LONGEST = 60  # characters of a rule in a reason: the plan lies in the file, and its size is counted before the plan is known
+_LONGEST = 60  # characters of a rule in a reason: the plan is stored in the file, whose size is counted before the plan is known
 
 
 def _best_rounded(choices: Sequence[Choice]) -> Choice:
@@ -209,7 +205,7 @@ def _best_rounded(choices: Sequence[Choice]) -> Choice:
 
 
 def _reason(fixed: Rule | None, why: str, up: planning.Step | None, down: planning.Step | None, price: float) -> str:
-    """In numbers that can be checked: a byte more would save less, a byte less would cost more, than elsewhere in the model."""
+    """The KL per kilobyte of the next better and the next smaller format, beside the price: what a kilobyte saves elsewhere."""
     if fixed:
         return f"--override {fixed.text if len(fixed.text) <= _LONGEST else fixed.text[: _LONGEST - 3] + '...'}"
     parts = [why] if why else []
@@ -226,21 +222,21 @@ def _per_kilobyte(per_byte: float) -> str:
     return f"{1e3 * per_byte:.2g}"
 
 
-def allocator(table: Sensitivity, target: Target, wished: Wishes = wishes.NONE) -> Allocator:
-    wanted = {formats.get(name).name for name in wished.formats}
-    rules = wished.rules_for(table.weights)
+def allocator(table: Sensitivity, target: Target, constraints: Constraints = UNCONSTRAINED) -> Allocator:
+    wanted = {formats.get(name).name for name in constraints.formats}
+    rules = constraints.rules_for(table.weights)
     groups: dict[str, list[Weight]] = {}
     for weight in table.weights:
-        groups.setdefault(_group(weight, (*wished.together, *target.together)), []).append(weight)
-    choices = [_choices(table, target, tuple(group), wanted, rules, wished.bandwidth) for group in groups.values()]
+        groups.setdefault(_group(weight, (*constraints.together, *target.together)), []).append(weight)
+    choices = [_choices(table, target, tuple(group), wanted, rules, constraints.bandwidth) for group in groups.values()]
     members = tuple(tuple(group) for group in groups.values())
-    return Allocator(table, target, members, tuple(choices), rules, wished.bandwidth, wished.min_speed)
+    return Allocator(table, target, members, tuple(choices), rules, constraints.bandwidth, constraints.min_speed)
 
 
 def _group(weight: Weight, patterns: Sequence[str]) -> str:
     for pattern in patterns:
-        if found := re.search(pattern, weight.name):
-            return f"{pattern}:{found.groups()}"
+        if match := re.search(pattern, weight.name):
+            return f"{pattern}:{match.groups()}"
     return weight.together or weight.name
 
 
@@ -252,15 +248,15 @@ def _choices(
     for name in table.rows[first.name]:
         fmt = formats.get(name)
         fixed = [rule for weight in group for rule in rules if rule.names(weight)]
-        own = name == first.dtype or any(rule.how == "=" and rule.of(first) == fmt for rule in fixed)
-        if wanted and name not in wanted and not own:
+        always = name == first.dtype or any(rule.how == "=" and rule.of(first) == fmt for rule in fixed)
+        if wanted and name not in wanted and not always:
             continue
         if any(name not in table.rows[weight.name] or planning.refuses(weight, target, fmt) for weight in group):
             continue
         if all(rule.allows(weight, fmt) for weight in group for rule in _effective(rules, weight)):
             kl = math.fsum(_kl(table, target, weight, fmt) for weight in group)
             sizes = [target.nbytes(weight, fmt) for weight in group]
-            time = math.fsum(speeds.seconds(weight, fmt, size, bandwidth) for weight, size in zip(group, sizes, strict=True))
+            time = math.fsum(speed.seconds(weight, fmt, size, bandwidth) for weight, size in zip(group, sizes, strict=True))
             possible.append(Choice(fmt, kl, sum(sizes), time))
     if not possible:
         asked = ", ".join(rule.text for rule in _effective(rules, first)) or f"--formats {','.join(sorted(wanted))}"
@@ -270,18 +266,18 @@ def _choices(
 
 
 def _kl(table: Sensitivity, target: Target, weight: Weight, fmt: Format) -> float:
-    """Of the weight's own rounding, and of what the target's runtime does to its input because of it."""
+    """Of the weight's rounding, and of the rounding of its input that the target's runtime does for this format."""
     return table.kl(weight, fmt.name) + table.runtime_kl(weight, target.activation_block(weight, fmt))
 
 
 def _effective(rules: Sequence[Rule], weight: Weight) -> list[Rule]:
-    """The last rule of each sort that names it. Where two contradict each other the later one counts."""
-    found: dict[str, Rule] = {}
+    """The last rule of each kind (=, >=, <=) that names the weight. Where two contradict each other, the later one counts."""
+    effective: dict[str, Rule] = {}
     for rule in rules:
         if rule.names(weight):
             if rule.how == "=":
-                found.clear()
-            elif (fixed := found.get("=")) and not rule.allows(weight, fixed.of(weight)):
-                del found["="]
-            found[rule.how] = rule
-    return list(found.values())
+                effective.clear()
+            elif (fixed := effective.get("=")) and not rule.allows(weight, fixed.of(weight)):
+                del effective["="]
+            effective[rule.how] = rule
+    return list(effective.values())

@@ -1,4 +1,4 @@
-"""What `--size` asks for, and how many bytes of tensors that leaves for the weights that a plan decides on."""
+"""What `--size` means, in bytes for the tensors of the weights that a plan decides on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
-from fewbits import hardware
+from fewbits.devices.units import parse_memory
 from fewbits.errors import InputError
 from fewbits.planning import recipes
 
@@ -19,21 +19,21 @@ _EXAMPLES = "for example `4.5bpw`, `3.2GB`, `900MiB` or `q4_k_m`"
 
 @dataclass(frozen=True)
 class BitsPerWeight:
-    """Of all weights together, embeddings and output included; norms, biases and the container are not counted."""
+    """On average over all weights, embeddings and output included; norms, biases and the container are not counted."""
 
     bits: Fraction  # exact: 4.1 in binary would miss a size that 4.1 bits make up to the byte
 
 
 @dataclass(frozen=True)
 class FileBytes:
-    """Of the whole file: weights, what is kept beside them, and the container."""
+    """The size of the whole file: weights, norms, biases and the container."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the weights take in llama.cpp's file of this name."""
+    """As many bytes as the weights take in llama.cpp's mix of this name."""
 
     name: str
 
@@ -50,7 +50,7 @@ def parse_size(text: str) -> Size:
     if number is not None and not unit and (number < 1000 or number.denominator != 1):
         raise InputError(f"`--size {text}` has no unit", f"did you mean `{plain}bpw` (bits per weight) or `{plain}GB` (of the file)?")
     if plain[:1].isdigit() or plain[:1] == ".":
-        return FileBytes(hardware.parse_memory(plain, "--size", _EXAMPLES))
+        return FileBytes(parse_memory(plain, "--size", _EXAMPLES))
     if not re.match(r"[a-z]+[0-9]", plain, re.IGNORECASE):  # every recipe begins so; no NaN, infinity or negative number does
         raise InputError(f"`--size {text}` is not a size", _EXAMPLES)
     return Recipe(recipes.check(plain))
@@ -60,7 +60,7 @@ def tensor_bytes(size: Size, weights: int, container: int, recipe_bytes: Callabl
     """Bytes that the tensors of the planned weights may take.
 
     `weights`: how many numbers they hold. `container`: what the file holds beside them: norms and biases, header, tokenizer.
-    `recipe_bytes`: what `recipes.nbytes` gives for this model, asked for only if a recipe was named.
+    `recipe_bytes`: `recipes.nbytes` for this model, called only if a recipe was named.
     """
     match size:
         case BitsPerWeight(bits):
@@ -78,9 +78,9 @@ def tensor_bytes(size: Size, weights: int, container: int, recipe_bytes: Callabl
 
 
 def _split(text: str) -> tuple[Fraction | None, str]:
-    """(number, unit in lower case); no number if it does not begin with one."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) *([a-z]*)", text, re.IGNORECASE | re.ASCII)
-    return (Fraction(Decimal(found[1])), found[2].lower()) if found else (None, "")
+    """(number, unit in lower case); the number is None if the text does not begin with one."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) *([a-z]*)", text, re.IGNORECASE | re.ASCII)
+    return (Fraction(Decimal(match[1])), match[2].lower()) if match else (None, "")
 
 
 def _bits(bits: Fraction, text: str) -> Fraction:

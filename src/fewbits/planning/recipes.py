@@ -1,8 +1,8 @@
-"""Which type llama-quantize gives each tensor in its named mixes (Q4_K_M and the like), and what that weighs.
+"""Which type llama-quantize gives each tensor in its named mixes (Q4_K_M and the like), and how many bytes that takes.
 
-The rule is llama.cpp's, as of 2026; the tables below say it again as data. A mix has one type for everything and a few steps up: for
-the values and the second MLP matrix of some layers, the attention's output, the embedding, the output. A tensor whose columns do not
-divide into the blocks of its type gets another type, which is never smaller.
+The tables below are llama.cpp's rules as of 2026. A mix has one type for most tensors and better ones for a few: values and the second
+MLP matrix of some layers, the attention's output, the embedding, the output. A tensor whose columns do not divide into the blocks of its
+type gets another type, which is never smaller.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fewbits import architectures, formats
+from fewbits import formats
 from fewbits.errors import InputError
-from fewbits.hardware import experts
+from fewbits.model.gguf import architectures
+from fewbits.planning.footprint import experts
 
 if TYPE_CHECKING:
     from fewbits.formats import Format
-    from fewbits.model import Weight
+    from fewbits.model.weights import Weight
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor stands among its kind, and what else a step depends on."""
+    """What the type of a tensor may depend on."""
 
     index: int  # of the tensor among those of its kind
     count: int
@@ -32,7 +33,7 @@ class Place:
     imatrix: bool
 
 
-Step = tuple[Callable[[Place], bool], str]  # where it applies, and the type it gives there; the first that applies counts
+Step = tuple[Callable[[Place], bool], str]  # a condition, and the type where it holds; of several steps the first that applies
 
 
 def _always(_: Place) -> bool:
@@ -40,7 +41,7 @@ def _always(_: Place) -> bool:
 
 
 def _shared(place: Place) -> bool:
-    return place.sharing >= 4  # few values for many queries: small, and each error is read often
+    return place.sharing >= 4  # few values for many queries: they take few bytes, and each error is read often
 
 
 def _favoured(place: Place) -> bool:
@@ -63,13 +64,13 @@ def _first_eighth_with(imatrix: bool) -> Callable[[Place], bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    plain: str  # the type of what nothing else here names
+    plain: str  # the type of all tensors that no other field names
     values: tuple[Step, ...] = ()  # attn_v, or the fused matrix that holds it
     down: tuple[Step, ...] = ()  # ffn_down
     attention_output: str | None = None
     with_eight_experts: str | None = None  # attn_output of a model with 8 experts, instead of the above
-    embedding: str | None = None  # where the output has a matrix of its own
-    experts: str | None = None  # stacked experts
+    embedding: str | None = None  # where the output is not tied to it
+    experts: str | None = None  # MLPs of a mixture
 
 
 _FOUR_BIT_CURVE: dict[str, Any] = {
@@ -115,7 +116,7 @@ _MIXES = {
 }
 _OTHER_NAMES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}  # as llama-quantize takes them
 
-# where columns do not divide by 256; what then does not divide by 32 is float16
+# the type where columns do not divide by 256; where they do not divide by 32 either, it is float16
 _BLOCKS_OF_32 = {
     "tq1_0": "q4_0", "tq2_0": "q4_0", "q2_k": "q4_0", "q3_k": "q4_0", "iq4_xs": "iq4_nl", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0",
 }  # fmt: skip
@@ -133,7 +134,7 @@ def known() -> tuple[str, ...]:
 
 
 def check(name: str) -> str:
-    """The one spelling of a mix; an error with the nearest names if there is none."""
+    """The canonical name of a mix; an error with the nearest names if there is none."""
     lower = name.lower()
     if lower in _MIXES or lower in _OTHER_NAMES:
         return _OTHER_NAMES.get(lower, lower)
@@ -147,8 +148,8 @@ def recipe(
 ) -> dict[str, Format]:
     """The format of every weight, by its name, as llama-quantize would choose it.
 
-    `names` gives the GGUF name of `weight.parameter`; llama.cpp's own table if it is left out. The experts that lie in one parameter are
-    one tensor there. `imatrix`: whether llama-quantize is given one, as is usual; a few types depend on it.
+    `names` gives the GGUF name of `weight.parameter`; by default llama.cpp's table. The experts of one parameter are one tensor there.
+    `imatrix`: whether llama-quantize is given one, as is usual; a few types depend on it.
     """
     mix = _MIXES[check(name)]
     rename = names or architectures.tensor_names(config)
@@ -179,8 +180,8 @@ def nbytes(name: str, weights: Iterable[Weight], config: Any, names: Callable[[s
 
 
 def _places(tensors: Iterable[str], config: Any, imatrix: bool) -> dict[str, Place]:
-    """Of the tensors whose type depends on their layer. llama.cpp counts values as it meets them, in the order of layers, and second MLP
-    matrices too, unless there are experts: then their layer counts, because one layer may have several."""
+    """For the tensors whose type depends on their layer. llama.cpp counts the tensors of a kind in the order of layers; for the second MLP
+    matrix of a mixture it takes the number of the layer instead, because one layer may have several."""
     heads = int(config.num_attention_heads)
     sharing = heads // int(getattr(config, "num_key_value_heads", None) or heads)
     in_order = sorted(tensors, key=_layer)
@@ -194,12 +195,12 @@ def _places(tensors: Iterable[str], config: Any, imatrix: bool) -> dict[str, Pla
 
 
 def _layer(tensor: str) -> int:
-    found = re.match(r"blk\.(\d+)\.", tensor)
-    return int(found[1]) if found else -1
+    match = re.match(r"blk\.(\d+)\.", tensor)
+    return int(match[1]) if match else -1
 
 
 def _layer_type(mix: Mix, tensor: str, place: Place | None, config: Any) -> str:
-    eight_experts = experts(config) == 8  # Mixtral: its attention is a small part of it, so keys and values are cheap to keep
+    eight_experts = experts(config) == 8  # Mixtral: attention is a small part of the model, so better keys and values cost little
     if mix.experts and tensor.endswith("_exps.weight"):
         return mix.experts
     if _VALUES.search(tensor) and place:
@@ -240,7 +241,7 @@ def _that_divides(wanted: str, weight: Weight, recipe_name: str) -> Format:
 
 
 def _is_70b(config: Any) -> bool:
-    """llama.cpp tells it by the layers: 80, and for Llama that keys and values are shared (Llama 1 had 80 layers without that)."""
+    """llama.cpp recognises it by 80 layers, and for Llama by fewer heads of keys and values than of queries (Llama 1 had 80 layers too)."""
     heads = int(config.num_attention_heads)
     shared = int(getattr(config, "num_key_value_heads", None) or heads) != heads
     kind = getattr(config, "model_type", None)

@@ -1,4 +1,4 @@
-"""What the user fixed: `REGEX=FORMAT`, `REGEX>=FORMAT` (no fewer bits), `REGEX<=FORMAT` (no more); `keep` is what the checkpoint has."""
+"""Overrides: `REGEX=FORMAT`, `REGEX>=FORMAT` (no fewer bits), `REGEX<=FORMAT` (no more); `keep` is the type of the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fewbits.errors import InputError
 
 if TYPE_CHECKING:
     from fewbits.formats import Format
-    from fewbits.model import Weight
+    from fewbits.model.weights import Weight
 
 _EXAMPLE = "for example --override 'self_attn=int4_g32'"
 _ANY = (256, 256)  # a shape that every format fits
@@ -39,10 +39,10 @@ class Rule:
 
 
 def parse(text: str) -> Rule:
-    found = re.fullmatch(r"(.+?)(>=|<=|=)([^=<>]*)", text)
-    if not found or not found[3].strip():
+    match = re.fullmatch(r"(.+?)(>=|<=|=)([^=<>]*)", text)
+    if not match or not match[3].strip():
         raise InputError(f"the override `{text}` is not of the form REGEX=FORMAT", _EXAMPLE)
-    pattern, how, name = found[1], found[2], found[3].strip()
+    pattern, how, name = match[1], match[2], match[3].strip()
     try:
         compiled = re.compile(pattern)
     except re.error as failure:
@@ -51,7 +51,7 @@ def parse(text: str) -> Rule:
 
 
 def parse_all(texts: Sequence[str], weights: Iterable[Weight]) -> list[Rule]:
-    """Each of them must match something: one that does not is a mistake of its writer."""
+    """An override that matches no weight is an error."""
     rules, weights = [parse(text) for text in texts], list(weights)
     for rule in rules:
         if not any(rule.names(weight) for weight in weights):

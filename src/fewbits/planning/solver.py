@@ -1,12 +1,13 @@
-"""One option for each group, of the least value whose costs stay within a limit: the multiple-choice knapsack, with a proven gap.
+"""The multiple-choice knapsack: one option from each group, with the least total value within a limit of cost, and a proven gap.
 
     best = solve(groups, limit)         groups: for each weight its options, (value, cost)
 
-Least damage of a size and least size of a damage are the same problem with value and cost exchanged. Three steps, each exact:
+Least damage for a size and least size for a damage are the same problem with value and cost exchanged. Three steps, each exact:
 
     1  the linear relaxation, by the lower convex hulls of the groups: a bound, a price per unit of cost, and a good first answer
-    2  an option whose price-adjusted value exceeds its group's best by more than the gap between the two is in no better answer: gone
-    3  dynamic programming over the groups that still have a choice, dropping partial answers that the bound rules out
+    2  an option whose price-adjusted value exceeds its group's best by more than the gap between bound and answer is dropped: no better
+       answer has it
+    3  dynamic programming over the groups that still have a choice, without the partial answers that the bound rules out
 
 Step 2 leaves a choice to a few dozen of a thousand weights, so step 3 takes milliseconds where a general solver takes seconds.
 """
@@ -22,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-GAP = 1e-6  # of the value: below what any measurement could tell
-_MOST_STATES = 1 << 20  # partial answers alive at once; beyond, the first answer stands, with its gap
-_ROUNDING = 1e-12  # of a limit: what sums in another order may differ by
+GAP = 1e-6  # of the value: less than any measurement resolves
+_MOST_STATES = 1 << 20  # partial answers at once; beyond, the first answer is returned, with its gap
+_ROUNDING = 1e-12  # of a limit: sums in another order may differ by this
 
 
 class Option(NamedTuple):
@@ -57,17 +58,17 @@ def solve(groups: Groups, limit: float, gap: float = GAP) -> Solution | None:
     free = _reduced(groups, useful, relaxed, worth)
     if free is None:
         return _proven(first, relaxed.bound, relaxed.price)
-    found = _search(groups, free, relaxed, worth, limit)
-    if found is _Abandoned:
+    better = _search(groups, free, relaxed, worth, limit)
+    if better is _Abandoned:
         return _proven(first, relaxed.bound, relaxed.price)
-    if found is None:  # all answers below `worth` were looked for: there is none
+    if better is None:  # the search was complete: no answer is below `worth`
         return _proven(first, max(relaxed.bound, worth), relaxed.price)
-    assert isinstance(found, Solution)
-    return _proven(found, found.value, relaxed.price)
+    assert isinstance(better, Solution)
+    return _proven(better, better.value, relaxed.price)
 
 
 class _Abandoned:
-    """Too many partial answers."""
+    """The search met too many partial answers."""
 
 
 class _Relaxation(NamedTuple):
@@ -77,12 +78,12 @@ class _Relaxation(NamedTuple):
 
 
 def _undominated(options: Sequence[Option]) -> list[int]:
-    """By rising cost and falling value; of equals the first."""
-    kept: list[int] = []
+    """The options that no other one beats in both, by rising cost and falling value; of equals the first."""
+    useful: list[int] = []
     for index in sorted(range(len(options)), key=lambda i: (options[i].cost, options[i].value, i)):
-        if not kept or options[index].value < options[kept[-1]].value:
-            kept.append(index)
-    return kept
+        if not useful or options[index].value < options[useful[-1]].value:
+            useful.append(index)
+    return useful
 
 
 class _Step(NamedTuple):
@@ -108,7 +109,7 @@ def _gain(options: Sequence[Option], start: int, stop: int) -> float:
 
 
 def _relaxation(groups: Groups, useful: Sequence[Sequence[int]], limit: float) -> _Relaxation:
-    """Steps by falling gain as long as they fit; what the first one that does not fit would have given, in part, is the bound."""
+    """Steps by falling gain as long as they fit. The bound also takes the part that fits of the first step that does not."""
     chosen = [some[0] for some in useful]
     steps = []
     for group, some in enumerate(useful):
@@ -183,9 +184,9 @@ def _search(
         chosen, state = [0] * len(groups), int(last)
         for group, (parents, taken) in zip(reversed(order), reversed(trail), strict=True):
             chosen[group], state = int(taken[state]), int(parents[state])
-        found = _of(groups, chosen)
-        if found.cost <= limit and found.value < worth:
-            return found
+        solution = _of(groups, chosen)
+        if solution.cost <= limit and solution.value < worth:
+            return solution
     return None
 
 

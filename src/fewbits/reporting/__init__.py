@@ -1,1 +1,2 @@
-"""Results for people: tables on the terminal now, the report page later. Reads values, computes nothing."""
+"""Results for people. A run's objects come in; results.json (schema.py, filled by results/), the report page (page/) and tables on the
+terminal (terminal/) go out."""

@@ -1,4 +1,12 @@
-"""Rewrites: the same function in numbers that round better. They run before anything is measured or quantized."""
+"""Rewrites: channels are rescaled so that weights round better, and the model computes the same function. They come before measuring.
+
+A model and its statistics come in; a `Rewrite` (the factors) and a row for the report on each fold go out.
+
+folding.py      where channels may be rescaled: by running a block and checking that its output stays
+awq.py, smoothquant.py   how large the factors should be; descent.py refines SmoothQuant's, candidates.py has what both share
+rescaling.py    a model and its statistics seen through a rewrite; statistics.py the same for a folder of statistics
+bias.py         biases corrected for the mean of the rounding errors
+"""
 
 from __future__ import annotations
 
@@ -6,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fewbits.blocks import Blocks
 from fewbits.errors import InputError
+from fewbits.model.blocks import Blocks
 from fewbits.rewrites import awq, folding, smoothquant
 from fewbits.rewrites.folding import Findings, Fold
 from fewbits.rewrites.rescaling import Rewrite, RewrittenModel, rewritten
@@ -15,20 +23,21 @@ from fewbits.rewrites.rescaling import Rewrite, RewrittenModel, rewritten
 if TYPE_CHECKING:
     from fewbits.calibration.statistics import WeightStatistics
     from fewbits.formats import Format
-    from fewbits.model import Model, Weight
+    from fewbits.model import Model
+    from fewbits.model.weights import Weight
     from fewbits.progress import Progress
-    from fewbits.rewrites.candidates import Found
+    from fewbits.rewrites.candidates import FoldFactors
     from fewbits.rewrites.smoothquant import Activations
 
     Statistics = Mapping[str, WeightStatistics] | Callable[[str], WeightStatistics]
 
-__all__ = ["Fold", "Rewrite", "RewrittenModel", "Row", "find_all", "rewritten"]
+__all__ = ["Fold", "FoldRow", "Rewrite", "RewrittenModel", "find_all", "rewritten"]
 
 Name = Literal["awq", "smoothquant"]
 
 
 @dataclass(frozen=True)
-class Row:
+class FoldRow:
     """One fold in the report. Errors are on the half of the samples that the factors were not fitted to."""
 
     producer: str
@@ -46,10 +55,10 @@ def find_all(
     formats: Callable[[str], Format],
     progress: Progress[Findings],
     activations: Activations = "token",
-) -> tuple[Rewrite, list[Row]]:
-    """Block by block: the folds that the graph allows, and for each the factors that lower the error on held-out samples.
+) -> tuple[Rewrite, list[FoldRow]]:
+    """Block by block: the folds that leave the output unchanged, and for each the factors that lower the error on held-out samples.
 
-    `formats`: what each weight will be stored in.
+    `formats`: the format that each weight will be stored in.
     """
     if name not in ("awq", "smoothquant"):
         raise InputError(f"no rewrite is named `{name}`", "known rewrites: awq, smoothquant")
@@ -57,28 +66,26 @@ def find_all(
     by_name = {weight.name: weight for weight in model.weights}
     whole, rows = Rewrite(), []
     for findings in progress(_walk(blocks), len(blocks) + 1, name):
-        rows += [Row(producer, reason=reason) for producer, reason in findings.refused]
+        rows += [FoldRow(producer, reason=reason) for producer, reason in findings.refused]
         for fold in findings.folds:
             stats = {consumer: its for consumer in fold.consumers if (its := _of(statistics, consumer)) is not None}
             if len(stats) < len(fold.consumers):
-                rows.append(Row(fold.producer, fold.consumers, reason="no statistics for all of its readers"))
+                rows.append(FoldRow(fold.producer, fold.consumers, reason="no statistics for all of its readers"))
                 continue
             if any(formats(consumer).levels is None for consumer in fold.consumers):
-                rows.append(Row(fold.producer, fold.consumers, reason="a reader is kept in float"))
+                rows.append(FoldRow(fold.producer, fold.consumers, reason="a reader is kept in float"))
                 continue
             if name == "awq":
-                own = _of(statistics, fold.producer) if fold.producer in by_name else None  # a norm has none
-                found = _awq(model, fold, by_name, stats, own, formats, whole)
+                producer = _of(statistics, fold.producer) if fold.producer in by_name else None  # a norm has no statistics
+                best = _awq(model, fold, by_name, stats, producer, formats, whole)
             else:
                 matrices = {each: whole.matrix(by_name[each], model.load(by_name[each])) for each in fold.consumers}
                 seen = {each: rewritten(stats[each], each, whole) for each in fold.consumers}
-                kept = {each: formats(each) for each in fold.consumers}
-                found = smoothquant.search(fold, seen, matrices, kept, activations)
-            if found.parameter is None:
-                rows.append(Row(fold.producer, fold.consumers, None, found.before, found.after, "nothing was better on held-out samples"))
-            else:
-                rows.append(Row(fold.producer, fold.consumers, found.parameter, found.before, found.after))
-                whole = whole.then(Rewrite.of(fold, found.columns))
+                best = smoothquant.search(fold, seen, matrices, {each: formats(each) for each in fold.consumers}, activations)
+            reason = "nothing was better on held-out samples" if best.parameter is None else ""
+            rows.append(FoldRow(fold.producer, fold.consumers, best.parameter, best.before, best.after, reason))
+            if best.parameter is not None:
+                whole = whole.then(Rewrite.of(fold, best.columns))
     return whole, rows
 
 
@@ -90,7 +97,7 @@ def _awq(
     producer_stats: WeightStatistics | None,
     formats: Callable[[str], Format],
     so_far: Rewrite,
-) -> Found:
+) -> FoldFactors:
     def rounded(name: str, its: WeightStatistics) -> awq.Rounded:
         return awq.Rounded(by_name[name], model.load(by_name[name]), formats(name), its)
 

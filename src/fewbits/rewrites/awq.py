@@ -1,8 +1,8 @@
-"""AWQ: columns that large inputs meet are made larger before rounding, so that their relative error shrinks.
+"""AWQ: columns with large inputs are made larger before rounding, so that their relative error shrinks.
 
-Factors are (size of the channel's inputs)^a; a is searched on the error of the consumers' outputs with the real format's rounding. The
-size is the root of the importance: mean |x| up to a constant where channels are shaped alike, and aware of the attention sink where
-calibration took gradients. The scales of the format are searched for anyway, so clipping needs no search of its own.
+Factors are (size of the channel's inputs)^a; a is searched on the error of the consumers' outputs with the rounding of the format in
+use. The size is the root of the importance: proportional to mean |x| where all channels have the same distribution, and aware of the
+attention sink where calibration took gradients. Clipping needs no separate search: the search for the format's scales includes it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor
 
 from fewbits import kernels
 from fewbits.methods import rtn
-from fewbits.rewrites.candidates import Found, foldable
+from fewbits.rewrites.candidates import FoldFactors, foldable
 from fewbits.rewrites.rescaling import Rewrite
 
 if TYPE_CHECKING:
     from fewbits.calibration.statistics import WeightStatistics
     from fewbits.formats import Format
-    from fewbits.model import Weight
+    from fewbits.model.weights import Weight
     from fewbits.rewrites.folding import Fold
 
 _STEPS = 20  # from exponent 0 to 1: every second one is tried, then the neighbours of the best
-_ROWS = 128  # of each weight that the search looks at; what it finds is judged on all of them
+_ROWS = 128  # of each weight that the search looks at; its result is judged on all rows
 
 
 @dataclass(frozen=True, eq=False)
 class Rounded:
-    """A weight of a fold, with all that its rounding error depends on."""
+    """A weight of a fold, with everything that its rounding error depends on."""
 
     weight: Weight
     w: Tensor  # (rows, cols), as in the checkpoint
@@ -40,7 +40,7 @@ class Rounded:
     stats: WeightStatistics
 
     def error(self, rewrite: Rewrite, half: Literal[0, 1], every: int = 1) -> float:
-        """Of the output, by the samples of one half: sum over rows of g^2 dW H dW^T, in the scale of the original weight.
+        """Of the output, on the samples of one half: sum over rows of g^2 dW H dW^T, in the scale of the original weight.
 
         Scales are always fitted to half 0. `every`: only every so many rows.
         """
@@ -74,12 +74,12 @@ class Rounded:
         return self.stats.hessian(0), self.stats.hessian(1)
 
 
-def search(fold: Fold, consumers: Mapping[str, Rounded], producer: Rounded | None = None, so_far: Rewrite | None = None) -> Found:
+def search(fold: Fold, consumers: Mapping[str, Rounded], producer: Rounded | None = None, so_far: Rewrite | None = None) -> FoldFactors:
     """Factors fitted to one half of the samples and taken only if they lower the error on the other.
 
-    `producer`: where it is itself rounded. Its rows are rescaled too, which a format with one scale for the whole weight, or with scales
-    that are powers of two, feels. How much its error grows counts as much as how much the consumers' shrinks.
-    `so_far`: what other folds do to the same weights.
+    `producer`: where it is itself rounded. Its rows are rescaled too, which changes its error in formats with one scale for the whole
+    weight or with scales that are powers of two. Its relative change counts as much as that of the consumers' error.
+    `so_far`: the factors of other folds on the same weights.
     """
     before = so_far or Rewrite()
     size = torch.stack([_size(each.stats) for each in consumers.values()]).mean(0)
@@ -103,16 +103,16 @@ def search(fold: Fold, consumers: Mapping[str, Rounded], producer: Rounded | Non
     all_rows = max(len(each.w) for each in [*consumers.values(), *([producer] if producer else [])])
     held_out, chosen = errors(before, 1, all_rows), errors(before.then(Rewrite.of(fold, columns(best))), 1, all_rows)
     if scores[best] < 1 and _compared(chosen, held_out) < 1:
-        return Found(columns(best), best / _STEPS, held_out[0], chosen[0])
-    return Found(torch.ones(len(fold.source)), None, held_out[0], held_out[0])
+        return FoldFactors(columns(best), best / _STEPS, held_out[0], chosen[0])
+    return FoldFactors(torch.ones(len(fold.source)), None, held_out[0], held_out[0])
 
 
 def _size(stats: WeightStatistics) -> Tensor:
     size = stats.importance(0).sqrt()
-    return size.clamp(min=float(size.max()) * 1e-4)  # silent channels would otherwise get factors without bound
+    return size.clamp(min=float(size.max()) * 1e-4)  # channels that are almost always zero would get factors without bound
 
 
 def _compared(errors: tuple[float, float], plain: tuple[float, float]) -> float:
-    """Below 1: better than before. The mean of the consumers' and the producer's errors, each relative to its own."""
+    """Below 1: better than before. The mean of the consumers' and the producer's errors, each relative to its error before."""
     ratios = [error / base for error, base in zip(errors, plain, strict=True) if base > 0]
     return sum(ratios) / len(ratios) if ratios else 1.0

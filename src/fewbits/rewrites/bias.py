@@ -1,4 +1,4 @@
-"""Bias correction: what rounding shifts a layer's mean output by is taken out of its bias, for free at run time."""
+"""Bias correction: the mean shift of a layer's output that rounding causes is subtracted from its bias, at no cost at run time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""SmoothQuant's factors, one by one: gradient descent on the expected damage of rounding weights and activations to 8 bits.
+"""SmoothQuant's factors, one per channel: gradient descent on the expected damage of rounding weights and activations to 8 bits.
 
-One exponent for a thousand channels is a crude dial. Rounding to a step s is close to noise of variance s^2 / 12, or loses the value where
-it is smaller than that; both have gradients with respect to the factors, so each channel can find its own.
+One exponent for a thousand channels is coarse. Rounding to a step s adds noise of variance s^2 / 12, or loses a value whose square is
+smaller than that; both have gradients with respect to the factors, so that each channel gets a factor of its own.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _STEPS = 120
 _RATE = 0.03  # in log factors
 _LARGEST_CODE = 127
 _NOISE = 1 / 12  # variance of a rounding error, in steps
-_ENOUGH = 1 << 16  # weights of a reader: some of its rows say how its steps grow
+_ENOUGH = 1 << 16  # weights of a reader that are looked at: its rows are subsampled to about this many
 
 
 class Reader(NamedTuple):
-    """One consumer: its matrix, and what an error costs in each of its outputs, for each group of tokens."""
+    """One consumer: its matrix, and the cost of an error in each of its outputs, for each group of tokens."""
 
     w: Tensor  # (rows, cols)
     cost: Tensor  # (groups, rows)
 
 
 def descend(fold: Fold, start: Tensor, readers: list[Reader], groups: list[Tensor], static: Tensor | None) -> Tensor:
-    """From these factors (cols,) to better ones. groups: inputs, (tokens, cols) each, of which every one counts by its mean error.
+    """Better factors (cols,) than these. groups: inputs, (tokens, cols) each; each group counts by its mean error.
 
-    static: the largest value of each channel, where one scale serves all tokens.
+    static: the largest value of each channel, where all tokens share one scale.
     """
     with torch.inference_mode(False), torch.enable_grad():
         counts = torch.zeros(fold.channels).index_add(0, fold.source, torch.ones_like(start))
         channel = torch.zeros(fold.channels).index_add(0, fold.source, start.log()) / counts.clamp(min=1)
         channel.requires_grad_()
-        # copies: what was made in inference mode takes part in no gradient
+        # copies: tensors made in inference mode cannot take part in gradients
         column_cost = torch.stack([reader.cost @ reader.w.square() for reader in readers]).sum(0).clone()  # (groups, cols)
         inputs = [group.clone() for group in groups]
         some = [Reader(reader.w[::n].abs(), reader.cost[:, ::n] * n) for reader in readers for n in [max(1, reader.w.numel() // _ENOUGH)]]

@@ -1,6 +1,6 @@
-"""Channels rescaled: what one layer's output is multiplied by, the next layer's columns are divided by. The function stays.
+"""Rescaled channels: one layer's output is multiplied by factors, the next layer's columns are divided by them.
 
-A `Rewrite` is only the factors. `RewrittenModel` applies them as tensors are loaded; `rewritten` gives the statistics that calibration
+A `Rewrite` holds only the factors. `RewrittenModel` applies them as tensors are loaded; `rewritten` gives the statistics that calibration
 would have measured in the rescaled model, without running it again.
 """
 
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fewbits.fitting import as_float16
-from fewbits.model import Model, Weight
+from fewbits.formats.storage.codes import to_float16
+from fewbits.model import Model
+from fewbits.model.weights import Weight
 
 if TYPE_CHECKING:
     from fewbits.calibration.statistics import InputStatistics, WeightStatistics
@@ -38,7 +39,7 @@ class Rewrite:
         return cls({fold.producer: rows}, dict.fromkeys(fold.consumers, scaled), offsets)
 
     def then(self, other: Rewrite) -> Rewrite:
-        """Both, this one first; as they only multiply, the order does not matter to the result."""
+        """Both rewrites. They only multiply, so that the order does not matter."""
         return Rewrite(_product(self.rows, other.rows), _product(self.columns, other.columns), self.offsets | other.offsets)
 
     def matrix(self, weight: Weight, w: Tensor) -> Tensor:  # (rows, cols) -> (rows, cols)
@@ -49,7 +50,7 @@ class Rewrite:
         return w
 
     def tensor(self, name: str, value: Tensor) -> Tensor:
-        """A norm's weight or any module's bias, by the name of the parameter; float32 where it is rescaled."""
+        """A norm's weight or any module's bias, by the name of the parameter; float32 if it is rescaled."""
         module, _, kind = name.rpartition(".")
         if (factors := self.rows.get(module)) is None or kind not in ("weight", "bias"):
             return value
@@ -57,7 +58,7 @@ class Rewrite:
         return (value.float() + offset) * factors - offset
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """By names that say what each is, for a safetensors file."""
+        """For a safetensors file, by names that say what each tensor is."""
         offsets = {f"offset:{name}": torch.tensor([offset]) for name, offset in self.offsets.items()}
         rows = {f"rows:{name}": factors.contiguous() for name, factors in self.rows.items()}
         # clones: the consumers of one fold share their factors, and safetensors refuses tensors that share memory
@@ -66,25 +67,25 @@ class Rewrite:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Rewrite:
-        found = cls()
+        rewrite = cls()
         for key, value in tensors.items():
             what, _, name = key.partition(":")
             match what:
                 case "rows":
-                    found.rows[name] = value
+                    rewrite.rows[name] = value
                 case "columns":
-                    found.columns[name] = value
+                    rewrite.columns[name] = value
                 case "offset":
-                    found.offsets[name] = float(value)
+                    rewrite.offsets[name] = float(value)
                 case _:
                     raise ValueError(f"`{key}` is no part of a rewrite")
-        return found
+        return rewrite
 
 
 class RewrittenModel(Model):
-    """The same checkpoint, read through a rewrite: everything but the loaded values is the original's.
+    """The same checkpoint with factors applied to the loaded values; everything else is the original's.
 
-    A weight's `dtype` stays that of the file, so one that a plan keeps in float is rounded to it once more.
+    A weight's `dtype` stays that of the file, so that a rescaled weight which a plan keeps in float is rounded to it again.
     """
 
     def __init__(self, original: Model, rewrite: Rewrite) -> None:
@@ -100,13 +101,13 @@ class RewrittenModel(Model):
 
 
 def rewritten(stats: WeightStatistics, weight: str, rewrite: Rewrite) -> WeightStatistics:
-    """What calibration would have seen at the rescaled weight.
+    """The statistics that calibration would have measured at the rescaled weight.
 
-    Columns times c: its inputs are divided by c. Exact but for the histogram and the
-    extremes of batches, which are of the whole tensor, cannot follow and are left out.
+    Columns times c: its inputs are divided by c. Exact, except that the histogram and the extremes of batches are left out: they are of
+    the whole tensor, so that a factor per column cannot be applied.
     Rows times r: the gradient of its output is divided by r. Exact for `gradient_square`. The tokens' loss weights are means over the rows
-    of g^2, of which only their sums are known: they are taken to shrink alike for all tokens (exact where r is the same for all rows, or
-    where all tokens share one profile of gradients over the rows).
+    of g^2, of which only the sums are known: they are assumed to shrink equally for all tokens (exact where r is the same for all rows, or
+    where all tokens have the same profile of gradients over the rows).
     """
     columns, rows = rewrite.columns.get(weight), rewrite.rows.get(weight)
     if columns is not None:
@@ -138,7 +139,7 @@ def _divided(seen: InputStatistics, factors: Tensor) -> InputStatistics:
         low=seen.low / factors,
         high=seen.high / factors,
         first=seen.first / factors,
-        some=as_float16(seen.some.float() / factors).half(),
+        some=to_float16(seen.some.float() / factors),
         extremes=seen.extremes[:0],
         histogram=None,
         moment=None if seen.moment is None else seen.moment / (factors[:, None] * factors),

@@ -1,9 +1,9 @@
-"""SmoothQuant: outliers of activations are moved into the weights, until 8 bits are enough for both.
+"""SmoothQuant: outliers of activations are moved into the weights, so that 8 bits are enough for both.
 
-Factors are max|x|^alpha / max|w|^(1 - alpha) per channel; alpha is searched for each fold on the damage of W8A8, with real inputs and
-the weights really rounded. From there `descent` finds each channel its own factor, where that holds on samples it has not seen. The first
-token of a text can be a thousand times larger than all others, so it is judged apart: by the loss's sensitivity at position 0, which for
-some weights is most of all and for others nothing.
+Factors are max|x|^alpha / max|w|^(1 - alpha) per channel; alpha is searched for each fold on the damage of W8A8, with inputs from
+calibration and rounded weights. From there `descent` refines the factor of each channel; its result is kept if it is better on held-out
+samples. The first token of a text can be a thousand times larger than all others, so position 0 is judged apart, by the sensitivity of
+the loss there, which for some weights exceeds that of all other positions and for others is nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fewbits import kernels
 from fewbits.methods import rtn
-from fewbits.rewrites.candidates import Found, foldable
+from fewbits.rewrites.candidates import FoldFactors, foldable
 from fewbits.rewrites.descent import Reader, descend
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from fewbits.formats import Format
     from fewbits.rewrites.folding import Fold
 
-Activations = Literal["token", "tensor"]  # one scale per token, found as it runs; or one for all, from calibration
+Activations = Literal["token", "tensor"]  # one scale per token, computed at run time; or one for all, from calibration
 
-ALPHAS = tuple(step / 20 for step in range(6, 21))  # 0.3 to 1: static scales often want 0.9 and more
-_FIRSTS = 16  # of one half: they are much alike
-_DRAWN = 256  # of one half: more cost time and change little
+_ALPHAS = tuple(step / 20 for step in range(6, 21))  # 0.3 to 1: static scales often want 0.9 and more
+_FIRSTS = 16  # inputs at position 0 of one half: they are much alike
+_DRAWN = 256  # later inputs of one half: more cost time and change little
 _LARGEST_CODE = 127
 
 
@@ -38,13 +38,12 @@ def search(
     weights: Mapping[str, Tensor],
     formats: Mapping[str, Format],
     activations: Activations = "token",
-    alphas: tuple[float, ...] = ALPHAS,
-) -> Found:
+) -> FoldFactors:
     """Factors by the first half of the samples, judged on the second. `weights`: the consumers' (rows, cols)."""
     seen = statistics[fold.consumers[0]].input  # the consumers read one tensor
     assert seen is not None, "an embedding consumes no channels"
     largest_w = torch.stack([weights[name].abs().amax(0) for name in fold.consumers]).amax(0)
-    # channels that only the first token drives may be left alone where every token has its own scale
+    # where every token has its own scale, channels that are large only in the first token may keep their size
     sizes = (seen.absmax, seen.drawn(0).abs().amax(0)) if activations == "token" else (seen.absmax,)
     static = seen.absmax if activations == "tensor" else None
 
@@ -60,12 +59,12 @@ def search(
         return foldable(fold, descend(fold, start, readers, groups, static))
 
     ones = torch.ones(len(fold.source))
-    tried = [(damage(columns, 0), alpha, columns) for size in sizes for alpha in alphas for columns in [factors(alpha, size)]]
+    tried = [(damage(columns, 0), alpha, columns) for size in sizes for alpha in _ALPHAS for columns in [factors(alpha, size)]]
     _, alpha, columns = min(tried, key=lambda entry: entry[0])
-    before, after, own = damage(ones, 1), damage(columns, 1), damage(refined(columns, 0), 1)
-    if own < min(before, after):  # each channel's own factor: worth it, so fitted to all the samples
-        return Found(refined(columns, None), alpha, before, own)
-    return Found(columns, alpha, before, after) if after < before else Found(ones, None, before, before)
+    before, after, by_channel = damage(ones, 1), damage(columns, 1), damage(refined(columns, 0), 1)
+    if by_channel < min(before, after):  # better on held-out samples, so fitted again to all of them
+        return FoldFactors(refined(columns, None), alpha, before, by_channel)
+    return FoldFactors(columns, alpha, before, after) if after < before else FoldFactors(ones, None, before, before)
 
 
 def _tokens(stats: WeightStatistics, half: Half) -> list[tuple[Tensor, float]]:
@@ -84,7 +83,7 @@ def _tokens(stats: WeightStatistics, half: Half) -> list[tuple[Tensor, float]]:
 
 
 def _row_weights(stats: WeightStatistics, half: Half) -> Tensor | None:
-    """(rows,) of mean 1: which outputs matter to the loss; None: not known."""
+    """(rows,) of mean 1: how much each output matters to the loss; None: calibration took no gradients."""
     if stats.sensitivity is None or stats.gradient_square is None:
         return None
     by_row = stats.output_sensitivity(half)
@@ -92,8 +91,8 @@ def _row_weights(stats: WeightStatistics, half: Half) -> Tensor | None:
 
 
 def _damage(stats: WeightStatistics, w: Tensor, columns: Tensor, fmt: Format, static: Tensor | None, half: Literal[0, 1]) -> float:
-    """In predicted KL where gradients are known: every token's error by its weight in the loss, position 0 by its own. Without them,
-    relative to the token's output, as the norm that reads it next sees it."""
+    """In predicted KL where gradients are known: the error of each token times its weight in the loss. Without them, relative to the
+    token's output, because the next norm divides by that size."""
     scaled_w, by_row = w * columns, _row_weights(stats, half)
     rounded_w = kernels.decode(fmt, rtn.quantize(scaled_w, fmt, how="max"), (w.shape[0], w.shape[1]))
     total = 0.0
@@ -108,7 +107,7 @@ def _damage(stats: WeightStatistics, w: Tensor, columns: Tensor, fmt: Format, st
 
 
 def _reader(stats: WeightStatistics, w: Tensor, half: Half) -> Reader:
-    """Readers differ in how much the loss minds their errors; those of which it is not known count relative to their output."""
+    """The cost of an error is its effect on the loss; where that is not known, errors count relative to the output."""
     by_row, costs = _row_weights(stats, half), []
     for x, weight in _tokens(stats, half):
         relative = 1 / max(float((x @ w.T).square().sum(1).mean()), 1e-30)
@@ -117,7 +116,7 @@ def _reader(stats: WeightStatistics, w: Tensor, half: Half) -> Reader:
 
 
 def _rounded(x: Tensor, largest: Tensor | None) -> Tensor:
-    """To 8 bits: a scale for each token, or one for all from these sizes of the channels."""
+    """To 8 bits: a scale for each token, or one for all from the largest value of each channel."""
     peak = x.abs().amax(1, keepdim=True) if largest is None else largest.max()
     step = (peak / _LARGEST_CODE).clamp(min=1e-30)
     return (x / step).round().clamp(-_LARGEST_CODE, _LARGEST_CODE) * step

@@ -1,4 +1,4 @@
-"""What measuring found: for every weight and format the KL that it is predicted to cost. Plain data; loads no torch."""
+"""The result of measuring: for every weight and format the KL that it is predicted to cost. Plain data; loads no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fewbits import formats
-from fewbits.checkpoints import limits
-from fewbits.checkpoints.folder import read_text
 from fewbits.errors import InputError
-from fewbits.files import Staged
-from fewbits.model import Weight
+from fewbits.model.weights import Weight
+from fewbits.store import untrusted
+from fewbits.store.files import Staged
+from fewbits.store.untrusted import read_text
 
 SCHEMA = 1
 _BLOCK = "block"
@@ -25,25 +25,25 @@ _HINT = "make it anew with `fewbits measure`"
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Simpler measures of the same errors, each without what the next one knows."""
+    """Simpler measures of the same errors; each ignores something that the next one takes into account."""
 
     weight: float  # squared error of the weight
-    output: float  # of its output: inputs known, the loss not
-    gradient: float  # inputs and loss known by channel, tokens not
-    diagonal: float  # tokens by their share in the loss too; channels still taken to be independent
+    output: float  # squared error of its output: from the inputs, without the loss
+    gradient: float  # inputs and gradients by channel, all tokens alike
+    diagonal: float  # tokens weighted by their share in the loss too; channels assumed independent
 
 
-@dataclass(frozen=True, slots=True)  # a mixture has a million of them
+@dataclass(frozen=True, slots=True)  # a mixture of experts has a million of them
 class Cell:
     kl: float  # predicted
-    spread: float  # of the prediction, relative, from the rows that were not looked at
+    spread: float  # relative standard error of the prediction, because only some rows were looked at
     method: str  # that chose the codes
     scores: Scores
 
 
 @dataclass(frozen=True)
 class Factor:
-    """Measured over predicted KL of single weights of one kind: what the expansion misses."""
+    """Measured over predicted KL of single weights of one kind: corrects for what the second-order expansion misses."""
 
     factor: float  # geometric mean
     spread: float  # one standard deviation of its logarithm over the weights
@@ -52,9 +52,9 @@ class Factor:
 
 @dataclass(frozen=True)
 class Container:
-    """What a target's file holds beside the planned weights, by its dry run."""
+    """What a target's file holds beside the planned weights, from a dry run of the target."""
 
-    overhead: int  # header, graph, tokenizer, norms, padding; of a plan with a long text, so that no other takes more
+    overhead: int  # bytes of header, graph, tokenizer, norms, padding; with a plan whose text is long, so that none takes more
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Sensitivity:
     kv: dict[str, float] = field(default_factory=dict)  # format of the KV cache -> KL, measured
 
     def kl(self, weight: Weight, fmt: str) -> float:
-        """Predicted, and corrected by what was measured of its kind."""
+        """Predicted, and corrected by the factor measured for this kind of weight."""
         factor = self.factors.get(weight.kind)
         return self.rows[weight.name][fmt].kl * (factor.factor if factor else 1.0)
 
     def runtime_kl(self, weight: Weight, block: int | None) -> float:
-        """Of the 8 bits to which a runtime rounds this weight's input, with a scale for every `block` columns; None: it does not. Where
-        that block was not measured, the next smaller one."""
+        """Of a runtime that rounds this weight's input to 8 bits, with a scale for every `block` columns; None: it does not round. Where
+        that block size was not measured, the next smaller one is taken."""
         known = self.activations.get(weight.name, {})
         if block is None or not known:
             return 0.0
@@ -100,25 +100,25 @@ class Sensitivity:
 
 def read(path: Path) -> Sensitivity:
     text = read_text(path, "`fewbits measure` writes one")
-    if (count := limits.values_in(text)) > limits.TABLES:
-        raise InputError(f"`{path}` holds {count:,} values, more than {limits.TABLES:,}", "no honest file of this kind is so large")
+    if (count := untrusted.values_in(text)) > untrusted.TABLES:
+        raise InputError(f"`{path}` holds {count:,} values, more than {untrusted.TABLES:,}", "no honest file of this kind is so large")
     try:
-        found: Any = json.loads(text, object_hook=_made)
-        if found["schema"] != SCHEMA:
-            raise InputError(f"`{path}` has schema {found['schema']}, this fewbits reads schema {SCHEMA}", _HINT)
+        fields: Any = json.loads(text, object_hook=_made)
+        if fields["schema"] != SCHEMA:
+            raise InputError(f"`{path}` has schema {fields['schema']}, this fewbits reads schema {SCHEMA}", _HINT)
         return _checked(
             Sensitivity(
-                model=str(found["model"]),
-                model_sha256=str(found["model_sha256"]),
-                runs=tuple(found["runs"]),
-                method=str(found["method"]),
-                weights=tuple(Weight(**{**row, "shape": (row["shape"][0], row["shape"][1])}) for row in found["weights"]),
-                rows={name: _row(row) for name, row in found["rows"].items()},
-                config=dict(found["config"]),
-                containers={name: Container(**row) for name, row in found["containers"].items()},
-                factors={kind: Factor(**row) for kind, row in found["factors"].items()},
-                kv={name: float(kl) for name, kl in found["kv"].items()},
-                activations={name: {key: float(kl) for key, kl in row.items()} for name, row in found["activations"].items()},
+                model=str(fields["model"]),
+                model_sha256=str(fields["model_sha256"]),
+                runs=tuple(fields["runs"]),
+                method=str(fields["method"]),
+                weights=tuple(Weight(**{**row, "shape": (row["shape"][0], row["shape"][1])}) for row in fields["weights"]),
+                rows={name: _row(row) for name, row in fields["rows"].items()},
+                config=dict(fields["config"]),
+                containers={name: Container(**row) for name, row in fields["containers"].items()},
+                factors={kind: Factor(**row) for kind, row in fields["factors"].items()},
+                kv={name: float(kl) for name, kl in fields["kv"].items()},
+                activations={name: {key: float(kl) for key, kl in row.items()} for name, row in fields["activations"].items()},
             )
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as failure:
@@ -126,7 +126,7 @@ def read(path: Path) -> Sensitivity:
 
 
 def _made(row: dict[str, Any]) -> Any:
-    """Cells as they are parsed: as dicts first, a million of them took 400 MB more."""
+    """Makes cells while parsing: a million of them as dicts first took 400 MB more."""
     return cell_of(row) if row.keys() == _CELL else row
 
 
@@ -137,12 +137,12 @@ def _row(row: dict[str, Any]) -> dict[str, Cell]:
 
 
 def runtime_block(columns: int) -> str:
-    """The name of an activation in blocks of so many columns."""
+    """The name of an activation with a scale for every so many columns."""
     return f"{_BLOCK}{columns}"
 
 
 def rounded(cell: Cell) -> Cell:
-    """To five digits, of which a prediction has two: as it is made, so that a table read from a file gives the very same plan."""
+    """To five digits (a prediction is good to two), when the cell is made, so that a table read back from a file gives the same plan."""
     scores = Scores(**{key: _digits(value) for key, value in asdict(cell.scores).items()})
     return Cell(_digits(cell.kl), _digits(cell.spread), cell.method, scores)
 
@@ -152,7 +152,7 @@ def _digits(value: float) -> float:
 
 
 def _checked(table: Sensitivity) -> Sensitivity:
-    """What a plan relies on."""
+    """Raises where something that a plan relies on is wrong."""
     names = [weight.name for weight in table.weights]
     if len(set(names)) < len(names) or set(names) != set(table.rows):
         raise ValueError("its weights and its rows are not the same")

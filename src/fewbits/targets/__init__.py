@@ -1,7 +1,12 @@
-"""Containers that a runtime loads. One file per target; the file is the registration.
+"""An artifact in, a file or folder that a runtime loads out. Every folder here is a target; having the folder registers it.
 
-A target is asked before planning what it can carry and at what price, so that no plan is undeployable or mispriced. It
-recognises structure (levels, run, offset), not names: int4_g32 and q4_0 are the same values in two layouts.
+Planning asks a target which formats it can store and in how many bytes, so that every plan can be written and its size is exact. A target
+recognises formats by structure (levels, group, offset), not by name: int4_g32 and q4_0 are the same values in two layouts.
+
+export.py         the verb: which target, and a file that holds what the plan says
+plan.py           the verb: a plan for a target, from a table of sensitivities
+pricing.py        the size of a plan in a target's file, before anything is quantized
+stored_tensor.py  what readers of such files give
 """
 
 from __future__ import annotations
@@ -18,17 +23,17 @@ from fewbits.errors import FewbitsError, InputError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fewbits.activations import Activation
     from fewbits.artifact import Artifact
-    from fewbits.drafting import Draft
+    from fewbits.artifact.draft import Draft
     from fewbits.formats import Format
-    from fewbits.model import Weight
+    from fewbits.formats.runtime.activations import Activation
+    from fewbits.model.weights import Weight
     from fewbits.planning import Plan
     from fewbits.progress import Progress
 
 
 class WrongFileError(FewbitsError):
-    """What was written is not what was planned."""
+    """The file does not hold what the plan says."""
 
     exit_code = 1
 
@@ -37,11 +42,11 @@ class Target(ABC):
     name: str  # as `--to` takes it
     about: str
     file_name: str  # what a folder given as output receives: `model.gguf`
-    runtime: str  # the runtime that `verify` uses by default: a name in fewbits.runtimes
-    candidates: tuple[str, ...]  # the formats that a plan chooses from unless told: those that are sometimes the best at their size
-    marker: str | None = None  # where the output is a folder: the file in it that says so
-    takes_drafts: bool = False  # `write_draft` is there
-    together: tuple[str, ...] = ()  # patterns as `--together` takes them: what a runtime fuses, a budget gives one format
+    runtime: str  # the runtime that `verify` uses by default: a name in fewbits.verification.runtimes
+    candidates: tuple[str, ...]  # the formats that a plan chooses from by default: those that are sometimes the best of their size
+    marker: str | None = None  # where the output is a folder: a file that every such folder has
+    takes_drafts: bool = False  # it has `write_draft`
+    together: tuple[str, ...] = ()  # patterns like those of `--together`: layers that a runtime fuses get one format
 
     @property
     def suffix(self) -> str:
@@ -49,18 +54,18 @@ class Target(ABC):
 
     @abstractmethod
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
-        """Why this target cannot carry this weight in this format; None if it can."""
+        """Why this target cannot store this weight in this format; None if it can."""
 
     @abstractmethod
     def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
-        """Tensor bytes in the file, exactly."""
+        """The exact bytes of its tensors in the file."""
 
     def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
-        """Why this target cannot say that this weight's input is to be rounded so; None if it can."""
+        """Why this target cannot store that this weight's input is to be rounded; None if it can."""
         return f"{self.name} files say nothing about activations"
 
     def accepts_kv(self, kv: str) -> str | None:
-        """Why this target cannot say that the KV cache is to have this format; None if it can."""
+        """Why this target cannot store this format of the KV cache; None if it can."""
         return f"{self.name} files say nothing about the KV cache"
 
     @abstractmethod
@@ -69,42 +74,42 @@ class Target(ABC):
 
     @abstractmethod
     def supports(self, config: Any, tokenizer: Any) -> str | None:
-        """Why a model with this transformers config and tokenizer cannot be written; None if it can. Asked before any work."""
+        """Why a model with this transformers config and tokenizer cannot be written; None if it can. Called before any work."""
 
     def accepts_plan(self, plan: Plan, weights: Iterable[Weight]) -> str | None:
-        """Why a plan cannot be written although each of its formats can; None if it can."""
+        """Why these formats cannot be combined in one file, although each is accepted; None if they can."""
         return None
 
     @abstractmethod
     def overhead(self, draft: Draft) -> int:
-        """Bytes of the output that are not the planned weights' tensors, by a dry run: header, graph, tokenizer, norms, padding."""
+        """Bytes of the output beside the tensors of the planned weights, by a dry run: header, graph, tokenizer, norms, padding."""
 
     @abstractmethod
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
-        """The complete file at `path` (the caller names a temporary place and renames it)."""
+        """The complete file at `path` (a temporary name; the caller renames it)."""
 
     def write_draft(self, draft: Draft, path: Path, progress: Progress[Any]) -> None:
-        """The same of a draft whose weights are all casts: a float file, without an artifact as large as the model."""
+        """The same from a draft whose weights are all unquantized: needs no artifact, which would be as large as the model."""
         raise NotImplementedError
 
     @abstractmethod
     def written(self, path: Path) -> dict[str, str]:
-        """The type of every weight in a file, read back by somebody else's reader."""
+        """The type of every weight in a file, read by a reader that fewbits did not write."""
 
     @abstractmethod
     def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
-        """What `written` must call this weight in this format: several formats may be one type in the file."""
+        """The type that `written` gives for this weight in this format: several formats may be one type in the file."""
 
     def check(self, plan: Plan, weights: Iterable[Weight], path: Path) -> None:
-        """Every type in the file is the plan's, tensor by tensor."""
+        """Raises an error if the type of a weight in the file is not the plan's."""
         from fewbits import formats
 
-        found = self.written(path)
+        types = self.written(path)
         for weight in weights:
             entry = plan[weight.name]
             wanted = self.written_as(weight, formats.get(entry.format), entry.activation)
-            if (own := found.get(weight.name) or found.get(weight.parameter)) != wanted:
-                says = f"has `{weight.name}` as {own}" if own else f"has no `{weight.name}`"
+            if (stored := types.get(weight.name) or types.get(weight.parameter)) != wanted:
+                says = f"has `{weight.name}` as {stored}" if stored else f"has no `{weight.name}`"
                 raise WrongFileError(
                     f"the {self.name} file {says}, and the plan says {wanted}", "this is a bug of fewbits: please report it"
                 )
@@ -112,9 +117,9 @@ class Target(ABC):
 
 @cache
 def all() -> dict[str, Target]:
-    modules = sorted(m.name for m in pkgutil.iter_modules(__path__))
-    found = (getattr(importlib.import_module(f"{__name__}.{name}"), "TARGET", None) for name in modules)
-    return {target.name: target for target in found if target is not None}
+    folders = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg)
+    known: list[Target] = [importlib.import_module(f"{__name__}.{name}").TARGET for name in folders]
+    return {target.name: target for target in known}
 
 
 def get(name: str) -> Target:

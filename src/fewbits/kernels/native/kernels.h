@@ -1,4 +1,4 @@
-// What a kernel is, and the table that every kernel file adds itself to. No kernel is named anywhere but in its own file.
+// What a kernel is, and the table to which every file in formats/ adds its kernels. No other file names a kernel.
 #pragma once
 
 #include <array>
@@ -11,32 +11,32 @@ namespace fewbits {
 
 static_assert(std::endian::native == std::endian::little, "packed weights are little-endian and read in place");
 
-constexpr int kAbi = 6;  // raise it when module.cc's functions change; kernels/__init__.py holds the same number
+constexpr int kAbi = 6;  // raise it when module.cc's functions change; devices/processor.py has the same number
 constexpr size_t kMaxFields = 4;
 
 // One array of a packed weight or of its grid.
 struct Field {
   const char* name = nullptr;
   size_t per_block = 0;  // bytes for each block of columns
-  size_t per_row = 0;    // bytes for each row, besides
-  size_t bits = 0;       // bits for each block, filled up to whole bytes at the end of a row
+  size_t per_row = 0;    // bytes for each row, in addition
+  size_t bits = 0;       // bits for each block, padded to whole bytes at the end of a row
 
   size_t row_bytes(size_t blocks) const { return blocks * per_block + per_row + (blocks * bits + 7) / 8; }
 };
 
-// How a row of a format lies in memory: its arrays in the order of Python's `Format.parts`, its grid in that of `Format.fit`.
+// How a row of a format is stored: its arrays in the order of Python's `Format.parts`, its grid in the order of `Format.fit`.
 struct Layout {
   const char* format;       // "q4_k"
   size_t block;             // columns packed together: a row is a whole number of blocks
   Field parts[kMaxFields];  // unused ones have no name
   Field grid[kMaxFields];
-  size_t reach = 0;  // a scale's, where one reader serves several formats: 2^reach blocks of 32 columns
+  size_t reach = 0;  // where one reader serves several formats: a scale covers 2^reach blocks of 32 columns
 };
 
-using RowOf = const uint8_t* const*;  // the current row of each field; nothing is aligned
+using RowOf = const uint8_t* const*;  // the current row of each field, not aligned
 using RowInto = uint8_t* const*;
 
-// `past`: write past the caches, where what is decoded does not fit them anyway; out is aligned to 64 bytes then.
+// `past`: bypass the caches, where the decoded weights would not fit them; out is then aligned to 64 bytes.
 using DecodeRow = void (*)(const Layout&, RowOf parts, size_t cols, float* out, bool past);
 using PackRow = void (*)(const Layout&, const uint8_t* codes, RowOf grid, size_t cols, RowInto parts);
 
@@ -50,21 +50,21 @@ struct ActivationRow {
   const float* sum_16;      // the same per 16
 };
 
-// A tile of weights as the integer units take it, whatever format they came from: w = scale * (byte - zero) + offset.
+// A tile of weights in the form that integer products take, whatever the format: w = scale * (byte - zero) + offset.
 constexpr size_t kPanelRows = 32, kPanelColumns = 512;
 struct Panel {
   alignas(64) uint8_t bytes[kPanelColumns / 4][kPanelRows][4];
   alignas(64) float scale[kPanelColumns / 16][kPanelRows];   // per 32 columns, or per 16
-  alignas(64) float offset[kPanelColumns / 16][kPanelRows];  // as the scales
+  alignas(64) float offset[kPanelColumns / 16][kPanelRows];  // like the scales
 };
 using PanelRows = const std::array<const uint8_t*, kMaxFields>*;  // kPanelRows of them
 
 using DotRows = void (*)(const Layout&, const RowOf* parts, const ActivationRow& x, size_t cols, float* out);
-// Of `count` rows, one or four, with activations that are not rounded.
+// The products of `count` rows, one or four, with activations that are not rounded.
 using DotFloats = void (*)(const Layout&, const RowOf* parts, size_t count, const float* x, size_t cols, float* out);
 using FillPanel = void (*)(const Layout&, PanelRows rows, size_t first_column, size_t columns, size_t cols, Panel& panel);
 
-// How a format stores its scales: as they are, or as integers under one float16 for 256 columns.
+// How a format stores its scales: directly, or as integers under one float16 per 256 columns.
 enum class Scales : uint8_t { kHalf, kExponent, kFourBits, kSixBits, kEightBits };
 
 // The integers of a block of 256: scale = d * sub, offset = -dmin * min.
@@ -75,32 +75,32 @@ struct SubScales {
 };
 using SubScalesAt = void (*)(const Layout&, RowOf parts, size_t block, SubScales& into);
 
-// What the bytes of a format are: all that a micro-kernel has to know of it.
+// The bytes of a format: all that a micro-kernel has to know about it.
 struct ByteTraits {
-  int bits = 0;  // they are below 2^bits; 0: the format has no integers to multiply with
+  int bits = 0;  // bytes are below 2^bits; 0: the format's levels are no integers
   int zero = 0;
-  bool by_16 = false;  // scales reach 16 columns
+  bool by_16 = false;  // a scale covers 16 columns
   bool offsets = false;
-  // what tiles.h stores in the place of bytes and float scales
-  size_t run = 32;                  // columns under one scale; a layout's reach multiplies it
-  const uint8_t* levels = nullptr;  // 16 of them, where a byte is one of so few
+  // what matmul/tiles.h stores instead of bytes and float scales
+  size_t run = 32;                  // columns under one scale, to be multiplied by 2^reach of the layout
+  const uint8_t* levels = nullptr;  // 16 values, if a byte can have no others
   Scales scales = Scales::kHalf;
-  int sub_zero = 0;          // what the integers of the scales are stored above
-  bool zero_points = false;  // an offset is the scale times an integer
+  int sub_zero = 0;          // added to the integers of the scales as they are stored
+  bool zero_points = false;  // offsets are the scale times an integer
 };
 
 struct Functions {
   DecodeRow decode_row = nullptr;
-  PackRow pack_row = nullptr;  // may be null where another ISA of this format packs: packing happens once, decoding at every load
-  DotRows dot_row = nullptr;   // of one row; null, like all that follows, where a format has no integers
+  PackRow pack_row = nullptr;  // may be null if another ISA of this format packs: packing happens once, decoding at every load
+  DotRows dot_row = nullptr;   // of one row; this and the following are null if the format's levels are no integers
   DotRows dot_four = nullptr;  // of four rows
   FillPanel fill_panel = nullptr;
   ByteTraits bytes = {};
-  SubScalesAt sub_scales = nullptr;  // of the scalar kernel, where scales are integers
-  DotFloats dot_floats = nullptr;    // where it is faster than to decode a row and multiply then
+  SubScalesAt sub_scales = nullptr;  // of the scalar kernel, if scales are integers
+  DotFloats dot_floats = nullptr;    // if it is faster than decoding a row first
 };
 
-// Constructing one, as a static of its own file, puts it into the table.
+// Its constructor adds it to the table: each kernel is a static object of its file.
 struct Kernel {
   const Layout& layout;
   const char* isa;  // "scalar", "avx2", "avx512"
@@ -126,7 +126,7 @@ T load(const uint8_t* at) {
   return value;
 }
 
-// Exact, and by integers alone: a subnormal float16 comes out right even where the thread flushes subnormals to zero.
+// Exact, with integer arithmetic only, so that subnormals are right even if the thread flushes them to zero.
 inline float float_of(uint16_t bits) {
   const uint32_t half = bits, exponent = (half >> 10) & 31, fraction = half & 1023;
   const uint32_t sign = (half & 0x8000) << 16;
@@ -137,20 +137,20 @@ inline float float_of(uint16_t bits) {
 
 inline float float16_at(const uint8_t* at) { return float_of(load<uint16_t>(at)); }
 
-// Error feedback (feedback.cc) serves every format alike: it knows levels, a scale and an offset, and no layout.
+// Error feedback (search/error_feedback.cc) works for every format: it needs levels, scales and offsets, but no layout.
 constexpr size_t kFeedbackColumns = 128;
 
 struct FeedbackLevels {
   size_t count;
-  bool consecutive;         // integers in code order: rounding is arithmetic
-  const float* values;      // rising
-  const float* boundaries;  // count - 1: above the i-th, value i + 1 is taken
-  const uint8_t* codes;     // of each value
-  const float* by_code;     // 256: what each code stands for
-  int minus_zero;           // the code of -0 where it has its own; -1: it has not
+  bool consecutive;         // the levels are consecutive integers: rounding is arithmetic
+  const float* values;      // ascending
+  const float* boundaries;  // count - 1 of them: above the i-th, value i + 1 is nearer
+  const uint8_t* codes;     // the code of each value
+  const float* by_code;     // 256: the level of each code
+  int minus_zero;           // the code of -0; -1: the format has none
 };
 
-struct FeedbackTile {  // (columns, rows) each, the coupling (columns, columns)
+struct FeedbackTile {  // arrays of (columns, rows); the coupling is (columns, columns)
   size_t columns, rows;
   const float* targets;
   const float* weights;
@@ -159,12 +159,12 @@ struct FeedbackTile {  // (columns, rows) each, the coupling (columns, columns)
   const float* scale;
   const float* offset;    // may be null
   const float* coupling;  // [k][i]: how much an error in column i moves the target of column k
-  bool keep;              // give up a code only for one that is nearer to the target
+  bool keep;              // change a code only for one that is nearer to the target
 };
 
 using FeedbackVisit = void (*)(const FeedbackTile&, const FeedbackLevels&, size_t first, size_t count);
 
-FeedbackVisit find_feedback(const char* isa);  // null where it does not run here
+FeedbackVisit find_feedback(const char* isa);  // null if this processor does not have it
 size_t feedback_strips(size_t rows);
 void visit_feedback_strip(FeedbackVisit visit, const FeedbackTile& tile, const FeedbackLevels& levels, size_t strip);
 

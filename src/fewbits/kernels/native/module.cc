@@ -1,4 +1,4 @@
-// The door to Python: checks every size, lets go of the interpreter, and hands rows to a kernel.
+// The Python bindings: check every size, release the interpreter lock, and pass rows to a kernel.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -12,13 +12,13 @@
 #include <string>
 #include <vector>
 
-#include "exact.h"
-#include "halves.h"
+#include "formats/halves.h"
 #include "kernels.h"
-#include "matmul.h"
-#include "threads.h"
-#include "tiles.h"
-#include "w8a8.h"
+#include "matmul/exact.h"
+#include "matmul/matmul.h"
+#include "matmul/tiles.h"
+#include "matmul/w8a8.h"
+#include "platform/threads.h"
 
 namespace nb = nanobind;
 
@@ -37,7 +37,7 @@ using Integers = nb::ndarray<const int8_t, nb::ndim<2>, nb::c_contig, nb::device
 using ByteListInto = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ByteList = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Row pointers of up to kMaxFields arrays. Stride 0: one row that serves them all (a tensor-wide field).
+// Row pointers of up to kMaxFields arrays. Stride 0: all rows share one (a field of the whole weight).
 template <typename Byte>
 struct Fields {
   std::array<Byte*, kMaxFields> start{};
@@ -67,7 +67,7 @@ size_t blocks_of(const Layout& layout, size_t cols) {
   return cols / layout.block;
 }
 
-// Every later read and write stays inside what is checked here.
+// Kernels read and write only inside the sizes that are checked here.
 template <typename Byte, typename Array>
 Fields<Byte> checked(const Layout& layout, const Field* fields, const std::vector<Array>& arrays, size_t rows, size_t blocks) {
   if (arrays.size() != count(fields))
@@ -90,7 +90,7 @@ Fields<Byte> checked(const Layout& layout, const Field* fields, const std::vecto
 // Rows are independent, so the result does not depend on how many threads share them.
 template <typename Work>
 void for_rows(size_t rows, size_t cols, int threads, const Work& work) {
-  constexpr size_t kWorthAThread = 1 << 16;  // weights, 10 us of decoding: to wake a thread of the pool takes one or two
+  constexpr size_t kWorthAThread = 1 << 16;  // weights: decoding them takes 10 us, waking a thread of the pool one or two
   const size_t most = std::max<size_t>(1, std::min(rows, rows * cols / kWorthAThread));
   const size_t shares = shares_of(threads, most);
   const auto share = [&](size_t i) {
@@ -99,7 +99,7 @@ void for_rows(size_t rows, size_t cols, int threads, const Work& work) {
   run_shares(shares, share);
 }
 
-constexpr size_t kPastTheCaches = 1 << 22;  // weights, 16 MB of them: reading them back comes from memory in any case
+constexpr size_t kPastTheCaches = 1 << 22;  // weights: 16 MB as float32, more than the caches hold
 
 void decode(const std::string& format, const std::string& isa, const std::vector<Bytes>& parts, FloatsInto out, int threads) {
   const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
@@ -113,7 +113,7 @@ void decode(const std::string& format, const std::string& isa, const std::vector
            [&](size_t row) { kernel->of.decode_row(kernel->layout, from.at(row).data(), cols, into + row * cols, past); });
 }
 
-// The same in 16 bits: a row at a time is decoded to float32, and rounded while it is in the cache.
+// The same in 16 bits: each row is decoded to float32 and rounded while it is in the cache.
 void decode_half(const std::string& format, const std::string& isa, const std::vector<Bytes>& parts, HalvesInto out,
                  bool bfloat16, int threads) {
   const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
@@ -166,7 +166,7 @@ void matmul(const std::string& format, const std::string& isa, const Floats& x, 
   matmul_with(multiply, *kernel, x, parts, out, bias, threads);
 }
 
-// The same with activations that are not rounded; any format that decodes.
+// The same without rounding the activations, for any format that has a decoder.
 void matmul_exact(const std::string& format, const std::string& isa, const Floats& x, const std::vector<Bytes>& parts,
                   FloatsInto out, const std::optional<FloatList>& bias, int threads) {
   const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
@@ -174,7 +174,7 @@ void matmul_exact(const std::string& format, const std::string& isa, const Float
   matmul_with(multiply_exactly, *kernel, x, parts, out, bias, threads);
 }
 
-// Bytes of a weight as tiles.h lays it out; 0: nothing here multiplies by tiles of this format.
+// Bytes of a weight in the layout of matmul/tiles.h; 0: no kernel multiplies tiles of this format.
 size_t tiled_size(const std::string& format, const std::string& isa, size_t weights, size_t cols) {
   const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
   if (!kernel || !kernel->runs_here() || !kernel->of.dot_row || !find_tiles(kernel->isa, kernel->of.bytes).dot) return 0;
@@ -233,7 +233,7 @@ void needs_shape(const char* name, const Array& array, size_t rows, size_t cols)
                                 ", it has " + std::to_string(array.shape(0)) + " x " + std::to_string(array.shape(1)));
 }
 
-// Everything is (columns, rows) but the coupling, (columns, columns). `values` rise; `by_code` has 256 entries.
+// All arrays are (columns, rows) except the coupling, (columns, columns). `values` are ascending; `by_code` has 256 entries.
 void feedback(const std::string& isa, const Floats& targets, const Floats& weights, FloatsInto errors, BytesInto codes,
               const Floats& scale, const std::optional<Floats>& offset, const Floats& coupling, const FloatList& values,
               const FloatList& boundaries, const ByteList& value_codes, const FloatList& by_code, bool consecutive,
@@ -262,7 +262,7 @@ void feedback(const std::string& isa, const Floats& targets, const Floats& weigh
            [&](size_t strip) { visit_feedback_strip(visit, tile, levels, strip); });
 }
 
-// (format, isa, runs here, part names, grid names, whether it multiplies, whether something packs) of every kernel.
+// (format, isa, runs here, part names, grid names, whether it multiplies, whether the format has a packer) of every kernel.
 nb::list kernels() {
   nb::list found;
   for (const Kernel* k = first_kernel(); k; k = k->next)
@@ -273,17 +273,16 @@ nb::list kernels() {
 
 }  // namespace
 
-void register_fitting(nb::module_& m);     // fitting.cc
-void register_attention(nb::module_& m);   // attention.cc
-void register_norm(nb::module_& m);        // norm.cc
-void register_statistics(nb::module_& m);  // statistics.cc
-void register_roofline(nb::module_& m);    // roofline.cc
-void register_decoder(nb::module_& m);     // decoder.cc
+void register_search(nb::module_& m);      // search/long_rows.cc
+void register_attention(nb::module_& m);   // attention/attention.cc
+void register_statistics(nb::module_& m);  // measure/statistics.cc
+void register_roofline(nb::module_& m);    // measure/roofline.cc
+void register_decoder(nb::module_& m);     // decoder/decoder.cc
 
 NB_MODULE(_native, m) {
   m.attr("ABI") = kAbi;
   m.def("kernels", &kernels);
-  // noconvert: an array that does not match must be refused; a silent copy would be written instead of the caller's memory.
+  // noconvert: a mismatched array must be refused, because a silent copy would be written instead of the caller's memory.
   m.def("decode", &decode, nb::arg("format"), nb::arg("isa"), nb::arg("parts").noconvert(), nb::arg("out").noconvert(),
         nb::arg("threads"));
   m.def("decode_half", &decode_half, nb::arg("format"), nb::arg("isa"), nb::arg("parts").noconvert(), nb::arg("out").noconvert(),
@@ -308,9 +307,8 @@ NB_MODULE(_native, m) {
         nb::arg("offset").noconvert().none(), nb::arg("coupling").noconvert(), nb::arg("values"), nb::arg("boundaries"),
         nb::arg("value_codes"), nb::arg("by_code"), nb::arg("consecutive"), nb::arg("minus_zero"), nb::arg("keep"),
         nb::arg("threads"));
-  register_fitting(m);
+  register_search(m);
   register_attention(m);
-  register_norm(m);
   register_statistics(m);
   register_roofline(m);
   register_decoder(m);

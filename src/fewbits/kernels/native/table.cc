@@ -1,9 +1,10 @@
-// The table of kernels: a list threaded through the kernels themselves.
+// The table of kernels: a linked list of the static Kernel objects.
 #include "kernels.h"
 
 namespace fewbits {
 
-static constinit const Kernel* first = nullptr;  // set before any constructor runs, in whichever order files are initialised
+static constinit const Kernel* first =
+    nullptr;  // constinit: set before any constructor runs, whatever the order in which files are initialised
 
 Kernel::Kernel(const Layout& layout, const char* isa, bool (*runs_here)(), const Functions& functions)
     : layout(layout), isa(isa), runs_here(runs_here), of(functions), next(first) {

@@ -1,5 +1,5 @@
-"""A KV cache that stays packed on a GPU: the calls of attention.py. What its codes stand for is what `kv_cache` gives attention, bit for
-bit."""
+"""A KV cache that stays packed on a GPU: launches kernels/attention.py. It decodes to the same bits that `EmulatedKVCache` (inference)
+gives to attention."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import InputError
-from fewbits.kernels.triton import attention, tiles
-from fewbits.kernels.triton.calling import Call
-from fewbits.kernels.triton.devices import Device, device_of
-from fewbits.kv import KVFormat
+from fewbits.formats.runtime.kv import KVFormat
+from fewbits.kernels.attention import Cache
+from fewbits.kernels.triton import tile_shapes
+from fewbits.kernels.triton.call import Call
+from fewbits.kernels.triton.device import Device, device_of
+from fewbits.kernels.triton.kernels import attention
 
-GROUP = 32  # tokens; as attention.GROUP
+GROUP = 32  # tokens, as in kernels/attention.py
 _MOST_SPLITS = 32
 
 
@@ -23,8 +25,8 @@ def unsupported(fmt: KVFormat, width: int) -> str | None:
     """Why a cache of this format cannot be kept packed on a GPU; None if it can."""
     if fmt.levels is None:
         return "its values are not rounded"
-    if fmt.run is not None:
-        return f"a token's channels are rounded in runs of {fmt.run}"
+    if fmt.channels is not None:
+        return f"a token's channels are rounded in groups of {fmt.channels}"
     by_token = fmt.keys == "token" and fmt.group == 1 and not fmt.minimum and len(fmt.levels) == 256
     by_channel = fmt.keys == "channel" and fmt.group == GROUP and fmt.minimum and fmt.bits in (4, 8)
     if not by_token and not by_channel:
@@ -34,16 +36,13 @@ def unsupported(fmt: KVFormat, width: int) -> str | None:
     return None
 
 
-class PackedCache:
-    """Keys and values of one layer, for sequences of the same length."""
-
+class PackedCache(Cache):
     def __init__(
         self, fmt: KVFormat, sequences: int, heads: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
         if reason := unsupported(fmt, width):
             raise InputError(f"a {fmt.name} cache cannot be kept packed: {reason}", "int8, int4 and fp8 can")
-        self.format, self.sequences, self.heads, self.width = fmt, sequences, heads, width
-        self.packed = self.rest = 0  # tokens
+        super().__init__(fmt, sequences, heads, width)
         self._kind = "integers" if fmt.minimum else "e4m3"
         self._room = max(GROUP, fmt.sink + fmt.group)
         both = sequences * heads
@@ -52,18 +51,10 @@ class PackedCache:
         self._capacity = 0
         self._grow(4 * GROUP)
 
-    @property
-    def tokens(self) -> int:
-        return self.packed + self.rest
-
     def append(self, keys: Tensor, values: Tensor) -> None:  # (sequences, heads, tokens, width)
-        """One token: a group that is complete with it stays in float until the next comes, because attention reads its own piece unrounded.
-        Several: whole groups are rounded at once."""
-        if keys.shape != values.shape or keys.shape[:2] != (self.sequences, self.heads) or keys.shape[3] != self.width:
-            raise InputError(
-                f"keys and values of shape {tuple(keys.shape)} and {tuple(values.shape)} do not belong into this cache",
-                f"it takes ({self.sequences}, {self.heads}, tokens, {self.width})",
-            )
+        """One token: a group that it completes stays in float until the next token arrives, because attention reads the newest group
+        unrounded. Several tokens: complete groups are rounded at once."""
+        self._check_tokens(keys, values)
         new = [x.detach().flatten(0, 1).to(self._rest[0].dtype) for x in (keys, values)]
         if new[0].shape[1] == 1 and self.format.group > 1 and self.rest < self._room:
             for rest, x in zip(self._rest, new, strict=True):
@@ -82,13 +73,7 @@ class PackedCache:
             rest[:, : self.rest] = x
 
     def attend(self, q: Tensor, factor: float | None = None) -> Tensor:  # (sequences, query heads, 1, width) -> the same shape
-        if self.tokens == 0:
-            raise InputError("attention has nothing to read", "append keys and values first")
-        if q.shape[0] != self.sequences or q.shape[1] % self.heads or q.shape[2:] != (1, self.width):
-            raise InputError(
-                f"queries of shape {tuple(q.shape)} do not belong to this cache",
-                f"it takes ({self.sequences}, a multiple of {self.heads}, 1, {self.width})",
-            )
+        self._check_queries(q)
         queries = q.shape[1] // self.heads
         flat = q.detach().reshape(self.sequences * self.heads, queries, self.width).to(self._rest[0].dtype).contiguous()
         splits = self._splits(flat)
@@ -98,7 +83,7 @@ class PackedCache:
         return out.view(q.shape).to(q.dtype)
 
     def calls(self, q: Tensor, out: Tensor, splits: int, factor: float, device: Device) -> list[Call]:
-        tile = tiles.choose("attend", device.architecture, self.format.bits)
+        tile = tile_shapes.choose("attend", device.architecture, self.format.bits)
         heads, queries, width = q.shape
         partial = q.new_empty((heads, splits, queries, width), dtype=torch.float32)
         peaks, sums = (q.new_empty((heads, splits, queries), dtype=torch.float32) for _ in range(2))
@@ -109,15 +94,9 @@ class PackedCache:
             "share": share, "factor": factor * math.log2(math.e),
         }  # fmt: skip
         arrays = {
-            "q": q,
-            **self._arrays,
-            "rest_keys": self._rest[0],
-            "rest_values": self._rest[1],
-            "out": partial,
-            "peaks": peaks,
-            "sums": sums,
-        }
-        rows = max(tile.rows, 1 << (queries - 1).bit_length())  # a tensor core's tile has 16
+            "q": q, **self._arrays, "rest_keys": self._rest[0], "rest_values": self._rest[1], "out": partial, "peaks": peaks, "sums": sums,
+        }  # fmt: skip
+        rows = max(tile.rows, 1 << (queries - 1).bit_length())  # a tensor core's tile has 16 rows
         constants: dict[str, Any] = {"BITS": self.format.bits, "KIND": self._kind, "QUERIES": rows, "CHANNELS": channels, "SPLIT": splits}
         joined = {"partial": partial, "peaks": peaks, "sums": sums, "out": out, "queries": queries, "width": width}
         return [
@@ -127,19 +106,14 @@ class PackedCache:
 
     def settle_call(self, keys: Tensor, values: Tensor, first: int, tokens: int) -> Call:
         sizes = {
-            "first": first,
-            "tokens": tokens,
-            "room": keys.shape[1],
-            "packed": self.packed,
-            "capacity": self._capacity,
-            "width": self.width,
-        }
+            "first": first, "tokens": tokens, "room": keys.shape[1], "packed": self.packed, "capacity": self._capacity, "width": self.width,
+        }  # fmt: skip
         constants = {"BITS": self.format.bits, "KIND": self._kind, "CHANNELS": _channels(self.width)}
         grid = (self.sequences * self.heads, -(-tokens // GROUP))
         return Call(attention.settle, grid, {"keys": keys, "values": values, **self._arrays, **sizes}, constants, warps=4)
 
     def unpacked(self) -> tuple[Tensor, Tensor]:  # keys, values: (sequences, heads, tokens, width) float32
-        """What the codes stand for, by torch."""
+        """The decoded keys and values, computed by torch."""
         levels = torch.tensor(self.format.levels, device=self._rest[0].device)
         both = []
         for part, rest in zip(("key", "value"), self._rest, strict=True):
@@ -161,12 +135,12 @@ class PackedCache:
         return entries[:, : self.packed].unsqueeze(2)
 
     def _splits(self, q: Tensor) -> int:
-        """Enough that every processor has two programs, each with a group of tokens at least."""
+        """Enough for two programs per processor, each with at least one group of tokens."""
         wanted = min(2 * device_of(q).processors // len(q), -(-max(self.packed, 1) // GROUP), _MOST_SPLITS)
         return 1 << max(0, wanted.bit_length() - 1)
 
     def reserve(self, tokens: int) -> None:
-        """Space for so many rounded tokens."""
+        """Makes room for so many rounded tokens."""
         while tokens > self._capacity:
             self._grow(2 * self._capacity)
 
@@ -197,5 +171,5 @@ class PackedCache:
 
 
 def _channels(width: int) -> int:
-    """Of a tile: a power of two, and of 4 bits two halves of 16 at least."""
+    """Channels of a tile: a power of two, at least 32, so that 4-bit codes have two halves of 16."""
     return max(32, 1 << (width - 1).bit_length())

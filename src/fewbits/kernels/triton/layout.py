@@ -1,40 +1,32 @@
-"""How a packed weight lies in a GPU's memory, and the way there and back.
+"""How a packed weight is laid out in a GPU's memory; repack.py converts to this layout and back.
 
-Codes lie in planes of 8, 4, 2 or 1 bits, whatever their format; 6 bits are a plane of 4 and one of 2. Columns are taken 256 at a time (a
-tile, and a super-block of the K types). A tile of a row of a 4-bit plane is 128 bytes, a whole line of the cache:
+Codes are stored in planes of 8, 4, 2 or 1 bits, whatever their format; codes of 6 bits are a plane of 4 bits and one of 2. A tile is 256
+columns, the size of a super-block of the K types. In a 4-bit plane, one row of a tile is 128 bytes, a whole cache line:
 
-    byte j, low nibble   column j          a lane that loads 16 bytes has 16 neighbouring columns, and the same 16 shifted by 128:
-    byte j, high nibble  column 128 + j    decoding is a shift of what was loaded, no lane needs another lane's byte
+    byte j, low nibble   column j          a lane that loads 16 bytes gets 16 neighbouring columns and the 16 columns 128 further on: it
+    byte j, high nibble  column 128 + j    decodes them by shifting what it loaded, and needs no byte of another lane
 
     plane of   8 bits          4               2                      1
     byte j     column j        j, j + 128      j, j + 64, ...         j, j + 32, j + 64, ...       (j counts within a piece, see below)
     bytes      256             128             64                     32                           per row and tile: whole sectors of 32
 
-The narrowest plane says how a tile is cut into sub-tiles of columns: 1, 2, 4 or 8 of 256, 128, 64 or 32. A wider plane beside it is cut
-into pieces of as many bytes as a sub-tile has columns, so that sub-tile s of all planes is the same columns.
+The narrowest plane decides how a tile is cut into sub-tiles: 1 of 256 columns, 2 of 128, 4 of 64 or 8 of 32. A wider plane beside it is
+cut into pieces of as many bytes as a sub-tile has columns, so that sub-tile s has the same columns in all planes.
 
-Scales, zeros and minima lie entry by entry, all rows of an entry together: the rows of a block of the product are then one run of memory.
-Rows of planes and entries are filled up to whole tiles, so that what is added stands for zero. A scale of the whole weight is written once
-per row.
+Scales, zeros and minima are stored group by group, with the entries of all rows for a group next to each other: the rows that a program
+multiplies then read contiguous memory. Rows are padded to whole tiles with values that decode to zero. A scale of the whole weight is
+stored once per row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fewbits import formats
-from fewbits.errors import InputError
-from fewbits.formats import Format, Shape
-from fewbits.kernels.triton import levels
-
-if TYPE_CHECKING:
-    from fewbits.formats import Grid, Parts
+from fewbits.formats import Shape
 
 TILE = 256
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
@@ -42,13 +34,13 @@ _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 @dataclass(frozen=True)
 class Field:
-    """One array of scales, zeros or minima: its name in the format's grid, and the columns under one entry (0: the whole row)."""
+    """One array of scales, zeros or minima: its name in the format's grid, and how many columns share an entry (0: the whole row)."""
 
     name: str
-    run: int
+    group: int
     dtype: str
-    shared: bool = False  # one entry for the whole weight, in the grid
-    beside: str | None = None  # a second one of the same type, the upper half of each stored entry: both are read by one load
+    shared: bool = False  # the grid has one entry for the whole weight
+    beside: str | None = None  # a second array of the same type, stored in the upper half of each entry so that one load reads both
 
     @property
     def stored(self) -> str:
@@ -57,14 +49,14 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a kernel must know about a format. Every field is a constant of the compiled kernel."""
+    """What a kernel must know about a format. Every field is compiled into the kernel as a constant."""
 
     format: str
     family: str
     planes: tuple[int, ...]  # bits, the wider first
-    levels: str  # how a code becomes a level: see reading.py
-    first: float  # integers: the level of code 0
-    run: int  # columns under one scale; 0: the whole row
+    levels: str  # how a code becomes a level: see kernels/decode.py
+    first: float  # of integers: the level of code 0
+    group: int  # columns under one scale; 0: the whole row
     fields: tuple[Field, ...]
 
     @property
@@ -77,11 +69,11 @@ class Layout:
         return TILE // self.subtiles
 
     def nbytes(self, shape: Shape) -> int:
-        """In the GPU's memory: what a product of one token reads of the weight."""
+        """Bytes in the GPU's memory, all of which a product of one token reads."""
         tiles = -(-shape[1] // TILE)
         codes = sum(shape[0] * tiles * TILE * bits // 8 for bits in self.planes)
         sizes = {"float16": 2, "float32": 4, "int8": 1, "uint8": 1, "int16": 2, "int32": 4}
-        return codes + sum(shape[0] * _entries(field, shape[1]) * sizes[field.stored] for field in self.fields)
+        return codes + sum(shape[0] * entries(field, shape[1]) * sizes[field.stored] for field in self.fields)
 
 
 @dataclass(frozen=True)
@@ -101,30 +93,8 @@ class Planar:
         return (*self.planes, *self.grid)
 
     def rows(self, ids: Tensor) -> Planar:
-        """These rows as a weight of their own, in the order of the ids (n,)."""
+        """A weight of these rows alone, in the order of the ids (n,)."""
         return Planar(self.layout, (len(ids), self.shape[1]), tuple(p[ids] for p in self.planes), tuple(g[:, ids] for g in self.grid))
-
-
-def unsupported(fmt: Format) -> str | None:
-    """Why there is no layout for this format; None if there is."""
-    if reason := levels.unsupported(fmt):
-        return reason
-    return None if _recognised(fmt) else f"{fmt.name} keeps its scales in a way that no family of kernels reads"
-
-
-def of(fmt: Format) -> Layout:
-    """The layout of a format, recognised by its structure."""
-    found = None if (reason := unsupported(fmt)) else _recognised(fmt)
-    if found is None:
-        raise InputError(f"no GPU layout: {reason}", "decode the weight, or choose another format")
-    return found
-
-
-@cache
-def _recognised(fmt: Format) -> Layout | None:
-    from fewbits.kernels.triton import families
-
-    return families.layout(fmt)
 
 
 def of_arrays(layout: Layout, shape: Shape, arrays: Sequence[Tensor]) -> Planar:
@@ -138,79 +108,5 @@ def planes_of(known: tuple[float, ...]) -> tuple[int, ...]:
     return _PLANES.get(bits, (8,))
 
 
-def repack(fmt: Format, parts: Parts) -> Planar:
-    """On the processor, wherever the parts lie: formats unpack with tables that are there."""
-    layout = of(fmt)
-    codes, grid = fmt.unpack({name: part.cpu() for name, part in parts.items()})
-    rows, cols = codes.shape
-    padded = torch.cat([codes, _code_of_zero(layout, grid).expand(rows, -cols % TILE)], 1)
-    planes, shift = [], 0
-    for bits in layout.planes:
-        planes.append(_to_plane((padded >> shift) & ((1 << bits) - 1), bits, layout.subtile))
-        shift += bits
-    entries = tuple(_to_entries(grid, field, (rows, cols)) for field in layout.fields)
-    return Planar(layout, (rows, cols), tuple(planes), entries)
-
-
-def _code_of_zero(layout: Layout, grid: Grid) -> Tensor:  # (rows or 1, 1)
-    """What columns behind the last are filled up with. Where the whole row has one scale they have it too, and must stand for zero: as
-    float16, -128 times a scale of 512 is an infinity, which not even an x of zero takes away."""
-    if layout.run or layout.levels != "integers":  # the scale is filled up with zero, or code 0 is zero
-        return torch.zeros((1, 1), dtype=torch.uint8)
-    return grid["zeros"].to(torch.uint8) if "zeros" in grid else torch.full((1, 1), round(-layout.first), dtype=torch.uint8)
-
-
-def restore(weight: Planar) -> Parts:
-    """The format's own parts again, to the bit."""
-    fmt, layout, (rows, cols) = formats.get(weight.layout.format), weight.layout, weight.shape
-    codes, shift = torch.zeros((rows, weight.planes[0].shape[1] * 8 // layout.planes[0]), dtype=torch.uint8), 0
-    for bits, plane in zip(layout.planes, weight.planes, strict=True):
-        codes |= _from_plane(plane.cpu(), bits, layout.subtile) << shift
-        shift += bits
-    grid: Grid = {}
-    for field, entries in zip(layout.fields, weight.grid, strict=True):
-        grid |= _from_entries(entries.cpu(), field, cols)
-    return fmt.pack(codes[:, :cols].contiguous(), grid)
-
-
-def _to_plane(codes: Tensor, bits: int, subtile: int) -> Tensor:  # (rows, padded cols) -> (rows, bytes)
-    if bits == 8:
-        return codes.contiguous()
-    tiles = codes.unflatten(1, (-1, TILE * bits // (8 * subtile), 8 // bits, subtile))  # tile, piece, place in a byte, column
-    plane: Tensor = tiles[:, :, :, 0].clone()
-    for place in range(1, 8 // bits):
-        plane |= tiles[:, :, :, place] << (bits * place)
-    return plane.flatten(1)
-
-
-def _from_plane(plane: Tensor, bits: int, subtile: int) -> Tensor:
-    if bits == 8:
-        return plane
-    pieces: Tensor = plane.unflatten(1, (-1, TILE * bits // (8 * subtile), subtile))
-    return torch.stack([(pieces >> (bits * place)) & ((1 << bits) - 1) for place in range(8 // bits)], 3).flatten(1)
-
-
-def _entries(field: Field, cols: int) -> int:
-    return 1 if field.run == 0 else -(-cols // TILE) * max(1, TILE // field.run)
-
-
-def _to_entries(grid: Grid, field: Field, shape: Shape) -> Tensor:
-    rows, cols = shape
-    if field.shared:
-        return grid[field.name].reshape(1, 1).expand(1, rows).contiguous()
-    whole = [
-        torch.nn.functional.pad(grid[name].T, (0, 0, 0, _entries(field, cols) - grid[name].shape[1])).contiguous()
-        for name in (field.name, field.beside)
-        if name
-    ]
-    return whole[0] if field.beside is None else torch.stack(whole, 2).view(getattr(torch, field.stored)).squeeze(2)
-
-
-def _from_entries(entries: Tensor, field: Field, cols: int) -> Grid:
-    if field.shared:
-        return {field.name: entries[:1, :1].clone()}
-    whole = entries[: 1 if field.run == 0 else cols // field.run].unsqueeze(2).view(getattr(torch, field.dtype))
-    # clone: a single entry would count as contiguous with the stride that it has here
-    return {
-        name: whole[:, :, i].T.clone(memory_format=torch.contiguous_format) for i, name in enumerate((field.name, field.beside)) if name
-    }
+def entries(field: Field, cols: int) -> int:
+    return 1 if field.group == 0 else -(-cols // TILE) * max(1, TILE // field.group)

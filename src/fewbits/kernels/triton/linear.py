@@ -1,7 +1,7 @@
-"""Products with packed weights on a GPU: which kernel, which tile, how many splits; and the calls themselves.
+"""Products with packed weights on a GPU: chooses the kernel, the tile and the number of splits, and launches them.
 
 matmul(x, weight, bias, residual)   x (tokens, cols) float16 or bfloat16 -> (tokens, rows) in x's type
-decode(weight, dtype)               (rows, cols), for batches so large that a library's product of floats is faster
+decode(weight, dtype)               (rows, cols), for batches so large that a library's float product is faster
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fewbits.kernels.triton import products, scales, tiles
-from fewbits.kernels.triton.calling import Call
-from fewbits.kernels.triton.devices import Device, device_of
+from fewbits.kernels.triton import scales, tile_shapes
+from fewbits.kernels.triton.call import Call
+from fewbits.kernels.triton.device import Device, device_of
+from fewbits.kernels.triton.kernels import products
 from fewbits.kernels.triton.layout import TILE, Planar
-from fewbits.kernels.triton.tiles import Tile
+from fewbits.kernels.triton.tile_shapes import Tile
 
 MOST_SPLITS = 16
-_BUSY = 0.9  # of the processors
-_SUMS = 64  # columns per token and split, at least: 8 bytes of sums, written and read, are then a quarter of 64 weights of 4 bits at most
-LIBRARY_FROM = 1024  # tokens: decoding once and a library's product of floats read and compute less than decoding for every block of 128
-_ADDED = 256  # outputs of a program that adds up splits
+_BUSY = 0.9  # share of the processors that must be at work
+_SUMS = 64  # least columns per token and split: 8 bytes to write and read a sum are then at most a quarter of 64 weights of 4 bits
+LIBRARY_FROM = 1024  # tokens: from here, decoding once for a library's float product costs less than decoding for every 128 tokens
+_ADDED = 256  # outputs per program that adds up splits
 
 
 def matmul(x: Tensor, weight: Planar, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -46,7 +47,7 @@ def decode(weight: Planar, dtype: torch.dtype = torch.float32) -> Tensor:
 def calls(x: Tensor, weight: Planar, bias: Tensor | None, residual: Tensor | None, out: Tensor, device: Device) -> list[Call]:
     """The launches of a product: one, or two where the columns are split."""
     kind = "vector" if len(x) == 1 else "matrix"
-    tile = tiles.choose(kind, device.architecture, weight.layout.planes[-1], len(x))
+    tile = tile_shapes.choose(kind, device.architecture, weight.layout.planes[-1], len(x))
     parts = splits(len(x), weight.shape, tile, device)
     partial = x.new_empty((parts, *out.shape), dtype=torch.float32) if parts > 1 else None
     product = product_call(x, weight, bias, residual, out, partial, tile, parts)
@@ -54,9 +55,9 @@ def calls(x: Tensor, weight: Planar, bias: Tensor | None, residual: Tensor | Non
 
 
 def splits(tokens: int, shape: tuple[int, int], tile: Tile, device: Device) -> int:
-    """How many programs share the columns of a block: the fewest, in powers of two (each is compiled by itself), that keep nine of ten
-    processors at work until the end; if none do, the best. 64 blocks on 108 processors leave 44 of them idle; in 8 splits they are 512,
-    4.7 for each."""
+    """How many programs share the columns of a block: the fewest that keep nine of ten processors busy until the end, or the best if none
+    do. Only powers of two, because each number is compiled separately. For example, 64 blocks leave 44 of 108 processors idle; 8 splits
+    make them 512 programs, 4.7 per processor."""
     blocks = -(-shape[0] // tile.rows) * -(-tokens // tile.tokens)
     most = min(MOST_SPLITS, -(-shape[1] // TILE), shape[1] // (_SUMS * tokens))
     possible = [1, *(count for count in (2, 4, 8, 16) if count <= most)]
@@ -74,7 +75,7 @@ def product_call(
     constants = scales.constants(weight.layout) | {"ROWS": tile.rows, "WIDTH": width, "SPLIT": parts}
     blocks = -(-rows // tile.rows)
     if tile.kernel == "vector":
-        # whole words, and a number that must not be known when the kernel is compiled: reading.py says why
+        # the kernel reads whole words; `exponent` is an array so that the compiler does not know it: `decode.level_in_place` says why
         arrays["planes"] = tuple(plane.view(torch.int32) for plane in weight.planes)
         return Call(
             products.vector, (blocks, parts), arrays | sizes | {"exponent": _exponent(x.device)}, constants, tile.warps, tile.stages
@@ -91,7 +92,7 @@ def add_up_call(partial: Tensor, bias: Tensor | None, residual: Tensor | None, o
 
 def decode_call(weight: Planar, out: Tensor, device: Device) -> Call:
     rows, cols = weight.shape
-    tile = tiles.choose("decoded", device.architecture, weight.layout.planes[-1])
+    tile = tile_shapes.choose("decoded", device.architecture, weight.layout.planes[-1])
     arguments = {"planes": weight.planes, "entries": weight.grid, "out": out, "rows": rows, "cols": cols, "tiles": -(-cols // TILE)}
     constants = scales.constants(weight.layout) | {"ROWS": tile.rows, "WIDTH": min(tile.width, weight.layout.subtile)}
     return Call(products.decoded, (-(-rows // tile.rows), -(-cols // TILE)), arguments, constants, tile.warps)

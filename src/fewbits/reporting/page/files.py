@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from fewbits.reporting.page.contents import Results
-from fewbits.reporting.page.markup import figure, legend, table
-from fewbits.reporting.page.sections import Section
+from fewbits.reporting.page.markup import Section, figure, legend, table
 from fewbits.reporting.page.words import kl, share, size
+from fewbits.reporting.schema import Demonstration
 
 _FLOAT = "float"  # what a demonstration calls the weights as they are: their error is a thousandth of any other's, or less
 
 
-def section(found: Results) -> Section | None:
-    if not found.files:
+def section(demo: Demonstration) -> Section | None:
+    if not demo.rows:
         return None
     points = [
         {
-            "name": row.format, "target": row.target, "runtime": row.verdict.runtime, "bytes": row.verdict.bytes,
-            "bits": row.verdict.bits_per_weight, "kl": row.verdict.kl, "same": row.verdict.agreement, "planned": row.format.endswith("bpw"),
+            "name": row.format, "target": row.target, "runtime": row.runtime, "bytes": row.bytes,
+            "bits": row.bits_per_weight, "kl": row.kl_mean, "same": row.top1_agreement, "planned": row.format.endswith("bpw"),
         }
-        for row in found.files if row.format != _FLOAT and row.verdict.kl > 0
+        for row in demo.rows if row.format != _FLOAT and row.kl_mean > 0
     ]  # fmt: skip
     rows = [
         (
-            row.file, row.target, row.verdict.runtime, size(row.verdict.bytes), f"{row.verdict.bits_per_weight:.2f}", kl(row.verdict.kl),
-            share(row.verdict.agreement, 2), f"{row.verdict.ppl_ratio:.4f}", "yes" if row.agrees else "no",
+            row.file, row.target, row.runtime, size(row.bytes), f"{row.bits_per_weight:.2f}", kl(row.kl_mean),
+            share(row.top1_agreement, 2), f"{row.ppl_ratio:.4f}", "yes" if row.crosscheck["agrees"] else "no",
         )
-        for row in found.files
+        for row in demo.rows
     ]  # fmt: skip
     columns = ("file", "target", "runtime", "size", "bits/weight", "KL", "same token", "perplexity ratio", "computes what it says")
     runtimes = dict.fromkeys(str(row["runtime"]) for row in points)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 _VOID = {"input", "meta", "br", "hr"}
 
@@ -56,6 +58,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str, n
     return tag("div", inner, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 
+def figures(rows: Iterable[tuple[str, str, str]]) -> Html:
+    """(name, value, what it is of): large numbers side by side."""
+    cells = (tag("div", tag("dt", name), tag("dd", tag("span", value, class_="value"), tag("small", note))) for name, value, note in rows)
+    return tag("dl", *cells, class_="figures")
+
+
 def behind(summary: str, *children: str | None) -> Html:
     """The figures that a picture shows, for those who want or need them as text."""
     return tag("details", tag("summary", summary), *children)
@@ -80,3 +88,22 @@ def data_block(values: object) -> Html:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Html(f'<script type="application/json" id="data">{text}</script>')
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: its place in the list of contents, its text, and the figures that its pictures are drawn from."""
+
+    id: str
+    title: str
+    about: Html | str  # one or two sentences: what is to be seen, and how to read it
+    body: tuple[Html, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)  # by name of the chart
+
+    def html(self) -> Html:
+        heading = tag("h2", self.title, id=f"{self.id}-title")
+        return tag("section", heading, tag("p", self.about, class_="about"), *self.body, id=self.id, aria_labelledby=f"{self.id}-title")
+
+
+def missing(id: str, title: str, why: str) -> Section:
+    return Section(id, title, "", (tag("p", why, class_="missing"),))

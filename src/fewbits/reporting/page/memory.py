@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
-from fewbits.reporting.page.contents import Results, Use
-from fewbits.reporting.page.markup import Html, behind, figure, legend, table
-from fewbits.reporting.page.sections import Section, missing
+from fewbits.devices import catalogue
+from fewbits.reporting.page.markup import Html, Section, behind, figure, legend, missing, table
 from fewbits.reporting.page.words import size
+from fewbits.reporting.schema import MemoryUse, Results
 
 _TITLE = "Memory"
-_BETWEEN = 10  # devices on which the context decides: so many of them are shown
+_PARTS = ("weights", "KV cache", "activations", "runtime")
+_BETWEEN = 10  # devices shown of those that hold it at some contexts and not at others
 _TIGHT = 0.9  # of a device's memory: beyond it, other programs decide whether it runs
 
 
-def devices() -> tuple[tuple[str, int], ...]:
-    """Names and usable bytes, smallest first; of several with equal memory the first in the catalogue."""
-    from fewbits.capacity import devices as catalogue
-
-    found: dict[int, str] = {}
-    for device in catalogue.all():
-        found.setdefault(device.usable, device.name)
-    return tuple((name, nbytes) for nbytes, name in sorted(found.items()))
-
-
-def section(found: Results) -> Section | None:
-    made = found.made
-    if made is None:
-        return None
+def section(made: Results) -> Section | None:
     if not made.memory:
         why = made.left_out.get("memory")
         return missing("memory", _TITLE, f"What it takes to run was not counted: {why}.") if why else None
     uses = made.memory
-    rows = [(_name(use), *(size(part) for part in (use.weights, use.kv_cache, use.activations, use.overhead, use.total))) for use in uses]
-    columns = ("context, KV cache", "weights", "KV cache", "activations", "runtime", "total")
+    rows = [(_name(use), *(size(nbytes) for nbytes in _bytes(use)), size(use.total)) for use in uses]
+    columns = ("context, KV cache", *_PARTS, "total")
     label = f"It takes from {size(min(u.total for u in uses))} to {size(max(u.total for u in uses))} to run, by context and KV cache"
-    parts = [
-        {"use": _name(use), "part": part, "bytes": nbytes}
-        for use in uses
-        for part, nbytes in (
-            ("weights", use.weights), ("KV cache", use.kv_cache), ("activations", use.activations), ("runtime", use.overhead),
-        )
-    ]  # fmt: skip
-    keys = [(f"part-{number}", part) for number, part in enumerate(("weights", "KV cache", "activations", "runtime"), 1)]
+    parts = [{"use": _name(use), "part": part, "bytes": nbytes} for use in uses for part, nbytes in zip(_PARTS, _bytes(use), strict=True)]
+    keys = [(f"part-{number}", part) for number, part in enumerate(_PARTS, 1)]
     return Section(
         "memory",
         _TITLE,
@@ -54,9 +36,10 @@ def section(found: Results) -> Section | None:
     )
 
 
-def _devices(uses: tuple[Use, ...]) -> Html:
-    """From the largest that holds nothing of it to the smallest that holds all: what lies beyond is known."""
-    known = devices()
+def _devices(uses: tuple[MemoryUse, ...]) -> Html:
+    """From the largest device that is too small for every use to the two smallest that hold all of them; one for each size of memory."""
+    names = {device.usable: device.name for device in reversed(catalogue.all())}
+    known = [(names[nbytes], nbytes) for nbytes in sorted(names)]
     least, most = min(use.total for use in uses), max(use.total for use in uses)
     small = [row for row in known if row[1] < least][-1:]
     some = [row for row in known if least <= row[1] and row[1] * _TIGHT < most]
@@ -67,12 +50,16 @@ def _devices(uses: tuple[Use, ...]) -> Html:
     return table(columns, rows, "Does it fit?", tuple(range(1, len(columns))))
 
 
-def _fits(use: Use, nbytes: int) -> str:
+def _fits(use: MemoryUse, nbytes: int) -> str:
     if use.total > nbytes:
         return f"no, {size(use.total - nbytes)} short"
     word = "fits" if use.total <= _TIGHT * nbytes else "tight"
     return f"{word}, {size(nbytes - use.total)} free"
 
 
-def _name(use: Use) -> str:
+def _bytes(use: MemoryUse) -> tuple[int, ...]:
+    return use.weights, use.kv_cache, use.activations, use.overhead
+
+
+def _name(use: MemoryUse) -> str:
     return f"{use.context:,} tokens, {use.kv}"

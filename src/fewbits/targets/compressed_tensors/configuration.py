@@ -1,4 +1,4 @@
-"""What config.json says of a plan: a group for each scheme and rounding of inputs, with the layers by their exact names."""
+"""The entry of config.json for a plan: a group for each scheme and rounding of inputs, with the exact names of its layers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fewbits.targets.compressed_tensors import schemes
 from fewbits.targets.compressed_tensors.schemes import Scheme
 
 if TYPE_CHECKING:
-    from fewbits.model import Weight
+    from fewbits.model.weights import Weight
     from fewbits.planning import Plan
 
 
 def scheme_of(plan: Plan, weight: Weight) -> Scheme | None:
-    """None: the weight is kept as it is."""
+    """None: the weight is not quantized."""
     entry = plan[weight.name]
     fmt = formats.get(entry.format)
     if fmt.levels is None:

@@ -1,4 +1,4 @@
-"""How a weight lies in the files, recognised by structure. Values are never rounded: what does not fit exactly is refused.
+"""The layout of a weight in the files, recognised by the structure of its format. Formats whose values it cannot hold exactly are refused.
 
     pack-quantized        weight_packed int32 [rows, cols * bits / 32 rounded up]: q + 2^(bits-1), a stream of bits, lowest first
                           weight_scale float16 [rows, groups]
@@ -25,15 +25,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+from fewbits.formats.blocks import OneScale
 from fewbits.formats.microscaling import E2M1, E8M0, UE4M3, Microscaling
-from fewbits.packing.blocks import OneScale
 from fewbits.targets.compressed_tensors.shards import Array
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fewbits.activations import Activation
     from fewbits.formats import Format, Parts, Shape
+    from fewbits.formats.runtime.activations import Activation
 
 Arguments = dict[str, object]  # as config.json says it
 
@@ -79,7 +79,7 @@ class Scheme:
         return halved | {"weight_scale": Array("float8_e4m3fn", (rows, groups)), "weight_global_scale": Array("float32", (1,))}
 
     def nbytes(self, shape: Shape) -> int:
-        """Without `weight_shape`, 16 bytes that say how wide the rows are: it is not there beside 8-bit activations."""
+        """Without the 16 bytes of `weight_shape`, which is left out beside 8-bit activations."""
         return sum(array.nbytes for name, array in self.arrays(shape).items() if name != "weight_shape")
 
     def arguments(self) -> Arguments:
@@ -91,7 +91,7 @@ class Scheme:
         return said
 
     def beside(self, activation: Activation | None) -> Scheme:
-        """The same weight where its input is rounded: integers meet integers as plain int8."""
+        """The scheme of the same weight if its input is rounded: 8-bit integers are then not packed."""
         return replace(self, layout="int-quantized") if activation and self.kind == "int" else self
 
 
@@ -120,13 +120,13 @@ def of(fmt: Format) -> Scheme | str:
     bits = max(2, math.ceil(math.log2(len(fmt.levels))))
     half = 1 << (bits - 1)
     symmetric = "zeros" not in specs and low >= -half and fmt.levels[-1] < half
-    return Scheme("pack-quantized", "int", bits, "group" if fmt.run else "channel", fmt.run, symmetric)
+    return Scheme("pack-quantized", "int", bits, "group" if fmt.group else "channel", fmt.group, symmetric)
 
 
 def _of_small_floats(fmt: Microscaling) -> Scheme | str:
-    if fmt.levels == E2M1 and not fmt.tensor_wide and fmt.scale_values == E8M0 and fmt.run == 32:
+    if fmt.levels == E2M1 and not fmt.tensor_wide and fmt.scale_values == E8M0 and fmt.group == 32:
         return Scheme("mxfp4-pack-quantized", "float", 4, "group", 32)
-    if fmt.levels == E2M1 and not fmt.tensor_wide and fmt.scale_values == UE4M3 and fmt.run == 16:
+    if fmt.levels == E2M1 and not fmt.tensor_wide and fmt.scale_values == UE4M3 and fmt.group == 16:
         return Scheme("nvfp4-pack-quantized", "float", 4, "tensor_group", 16)
     # compressed-tensors divides by the reciprocal of the factor and keeps 8 bits of the result
     return f"compressed-tensors rounds the product of {fmt.name}'s two scales to bfloat16: its values would be others"
@@ -134,7 +134,7 @@ def _of_small_floats(fmt: Microscaling) -> Scheme | str:
 
 @cache
 def installed() -> tuple[int, ...] | None:
-    """The version of compressed-tensors; None: it is not here."""
+    """The version of compressed-tensors; None: it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -145,10 +145,10 @@ def installed() -> tuple[int, ...] | None:
 
 def unread(kind: object, bits: object) -> str | None:
     """Why the compressed-tensors that is installed cannot read weights of so many bits; None if it can, or if none is here to ask."""
-    found = installed()
-    if kind != "int" or bits in _ALWAYS or found is None or found >= (0, 18):
+    present = installed()
+    if kind != "int" or bits in _ALWAYS or present is None or present >= (0, 18):
         return None
-    return f"compressed-tensors {'.'.join(map(str, found))} packs {bits} bits in another way; 0.18 is the first that reads them"
+    return f"compressed-tensors {'.'.join(map(str, present))} packs {bits} bits in another way; 0.18 is the first that reads them"
 
 
 def rounded_inputs(activation: Activation) -> Arguments:
@@ -166,7 +166,7 @@ def input_arrays(activation: Activation | None) -> dict[str, Array]:
 def input_tensors(activation: Activation | None) -> dict[str, Tensor]:
     import torch
 
-    from fewbits.activations import static_scale
+    from fewbits.formats.runtime.activations import static_scale
 
     if activation is None or not activation.static:
         return {}
@@ -175,7 +175,7 @@ def input_tensors(activation: Activation | None) -> dict[str, Tensor]:
 
 
 def tensors(scheme: Scheme, fmt: Format, shape: Shape, parts: Parts) -> dict[str, Tensor]:
-    """A weight's parts as this scheme lays them out: codes move, no value changes."""
+    """A weight's parts in the layout of this scheme, with the same values."""
     import torch
 
     rows, cols = shape
@@ -208,7 +208,7 @@ def _packed(fields: Tensor, bits: int) -> Tensor:  # (rows, n) uint8 -> (rows, w
     import torch
     from torch.nn.functional import pad
 
-    from fewbits.packing import bitstream
+    from fewbits.formats.storage import bitstream
 
     octets = bitstream.pack(fields.contiguous(), bits)
     return pad(octets, (0, -octets.shape[1] % 4)).view(torch.int32)

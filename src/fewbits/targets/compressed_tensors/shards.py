@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fewbits.tensor_types import ITEMS
+from fewbits.store.dtypes import ITEMS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class Array(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """What is in memory at once: the tensors of one weight, or one that is kept."""
+    """The tensors that are in memory at once: those of one weight, or a single float tensor."""
 
     arrays: Mapping[str, Array]
     load: Callable[[], Mapping[str, Tensor]]
@@ -62,11 +62,11 @@ class Shard:
         """Every tensor, and how far behind the header it begins."""
         arrays = [item for piece in self.pieces for item in piece.arrays.items()]
         arrays.sort(key=lambda item: (-item[1].item_bytes, item[0]))
-        found, end = {}, 0
+        places, end = {}, 0
         for name, array in arrays:
-            found[name] = (array, end)
+            places[name] = (array, end)
             end += array.nbytes
-        return found
+        return places
 
     @cached_property
     def header(self) -> bytes:
@@ -126,7 +126,7 @@ def _placed(shard: Shard, piece: Piece) -> Iterator[tuple[int, memoryview]]:
     assert tensors.keys() == piece.arrays.keys(), piece.arrays.keys()
     for name, tensor in tensors.items():
         array, start = shard.places[name]
-        found = Array(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        assert found == array, f"{name}: {found} instead of {array}"
+        given = Array(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        assert given == array, f"{name}: {given} instead of {array}"
         octets = tensor.contiguous().reshape(-1).view(torch.uint8)
         yield len(shard.header) + start, octets.numpy().data

@@ -1,6 +1,6 @@
-"""GGUF, what llama.cpp loads: weights, architecture, tokenizer, chat template and where it all came from, in one file or in parts.
+"""GGUF, which llama.cpp loads: weights, architecture, tokenizer, chat template and origin, in one file or in parts.
 
-layouts.py  format -> type of GGUF     tensors.py  the tensors of a file     header.py  its metadata     writing.py  file or parts
+layouts.py  format -> type of GGUF     tensors.py  the tensors of a file     header.py  its metadata     parts.py  one file or several
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import architectures
 from fewbits.errors import InputError
-from fewbits.scratch import scratch_folder
+from fewbits.model.gguf import architectures
+from fewbits.store.scratch import scratch_folder
 from fewbits.targets import Target
 from fewbits.targets.gguf.layouts import Layout, lacking, layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fewbits.activations import Activation
     from fewbits.artifact import Artifact
-    from fewbits.drafting import Draft
+    from fewbits.artifact.draft import Draft
     from fewbits.formats import Format
-    from fewbits.model import Weight
+    from fewbits.formats.runtime.activations import Activation
+    from fewbits.model.weights import Weight
     from fewbits.planning import Plan
     from fewbits.progress import Progress
 
@@ -64,24 +64,23 @@ class Gguf(Target):
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
         if weight.kind == "convolution":
             return "convolutions are not written as GGUF yet"
-        own = layout(fmt)
-        if own is None:
+        stored = layout(fmt)
+        if stored is None:
             return lacking(fmt) or f"GGUF has no type with the values of {fmt.name}"
-        if weight.shape[1] % own.block:
-            return f"{weight.shape[1]} columns do not divide into {own.type}'s blocks of {own.block}, in which GGUF keeps {fmt.name}"
-        if own.type != "F32" and weight.name.endswith("token_type_embeddings"):
+        if weight.shape[1] % stored.block:
+            return f"{weight.shape[1]} columns do not divide into {stored.type}'s blocks of {stored.block}, in which GGUF keeps {fmt.name}"
+        if stored.type != "F32" and weight.name.endswith("token_type_embeddings"):
             return "llama.cpp adds it to the input as it is, in float32"
         return None
 
     def accepts_plan(self, plan: Plan, weights: Iterable[Weight]) -> str | None:
-        """Why a plan cannot be written although each of its formats can; None if it can."""
-        from fewbits.targets.gguf.tensors import mixed_stack
+        from fewbits.targets.gguf.tensors import mixed_experts
 
-        return mixed_stack(plan, weights)
+        return mixed_experts(plan, weights)
 
     def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
-        own = layout(fmt)
-        return own.nbytes(weight.shape) if own else fmt.nbytes(weight.shape)
+        stored = layout(fmt)
+        return stored.nbytes(weight.shape) if stored else fmt.nbytes(weight.shape)
 
     def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
         return "llama.cpp rounds activations to 8 bits by itself, in blocks of its own"
@@ -90,29 +89,29 @@ class Gguf(Target):
         return "llama.cpp's KV cache type is chosen when it runs (`--cache-type-k`, `--cache-type-v`)"
 
     def activation_block(self, weight: Weight, fmt: Format) -> int | None:
-        own = layout(fmt)
-        if own is None or own.block == 1:
+        stored = layout(fmt)
+        if stored is None or stored.block == 1:
             return None
-        return 256 if own.block == 256 else 32  # ggml pairs a super-block with Q8_K and every other block, nvfp4's 64 too, with Q8_0
+        return 256 if stored.block == 256 else 32  # Q8_K for super-blocks, Q8_0 for all others (nvfp4's 64 too)
 
     def supports(self, config: Any, tokenizer: Any) -> str | None:
-        from fewbits import vocabularies
+        from fewbits.model.gguf import vocabularies
 
         if reason := architectures.unsupported(config):
             return reason
-        vocabularies.of(tokenizer, config.vocab_size)  # refuses what llama.cpp would silently split otherwise
+        vocabularies.of(tokenizer, config.vocab_size)  # refuses a tokenizer that llama.cpp would silently apply in another way
         return None
 
     def overhead(self, draft: Draft) -> int:
-        from fewbits.targets.gguf import writing
+        from fewbits.targets.gguf import parts
         from fewbits.targets.gguf.tensors import tensors
 
-        found = list(tensors(draft))
-        parts = writing.split(found, self.split_bytes) if self.split_bytes else [writing.Part(tuple(found))]
+        every = list(tensors(draft))
+        files = parts.split(every, self.split_bytes) if self.split_bytes else [parts.Part(tuple(every))]
         with scratch_folder() as scratch:
-            headers = writing.header_bytes(draft, parts, Path(scratch))
+            headers = parts.header_bytes(draft, files, Path(scratch))
         beside = len(draft.plan.to_json().encode()) if self.split_bytes else 0
-        return headers + beside + sum(writing.padded(tensor.nbytes) for tensor in found) - draft.plan.nbytes
+        return headers + beside + sum(parts.padded(tensor.nbytes) for tensor in every) - draft.plan.nbytes
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
         self._write(artifact, path, progress)
@@ -121,51 +120,50 @@ class Gguf(Target):
         self._write(draft, path, progress)
 
     def _write(self, artifact: Artifact | Draft, path: Path, progress: Progress[Any]) -> None:
-        from fewbits.targets.gguf import writing
+        from fewbits.targets.gguf import parts
         from fewbits.targets.gguf.tensors import tensors
 
-        found = list(tensors(artifact))
+        every = list(tensors(artifact))
         if not self.split_bytes:
-            writing.write(artifact, [(path, writing.Part(tuple(found)))], progress)
+            parts.write(artifact, [(path, parts.Part(tuple(every)))], progress)
             return
         path.mkdir()
-        parts = writing.split(found, self.split_bytes)
-        writing.write(artifact, [(path / part.name(_STEM), part) for part in parts], progress)
+        parts.write(artifact, [(path / part.name(_STEM), part) for part in parts.split(every, self.split_bytes)], progress)
         (path / _PLAN).write_text(artifact.plan.to_json())
 
     def written(self, path: Path) -> dict[str, str]:
         return types(first_part(path))
 
     def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
-        own = layout(fmt)
-        assert own, fmt.name
-        return own.format
+        stored = layout(fmt)
+        assert stored, fmt.name
+        return stored.format
 
 
 def first_part(path: Path) -> Path:
-    """What llama.cpp is given to load a split model: its first file. A file is itself."""
+    """The file by which llama.cpp loads a split model: the first one of the folder. A path that is a file is returned."""
     if not path.is_dir():
         return path
-    found = sorted(path.glob("*-00001-of-*.gguf"))
-    if len(found) != 1:
-        raise InputError(f"`{path}` holds {len(found) or 'no'} first parts of a GGUF", "give the file `NAME-00001-of-NNNNN.gguf` itself")
-    return found[0]
+    firsts = sorted(path.glob("*-00001-of-*.gguf"))
+    if len(firsts) != 1:
+        raise InputError(f"`{path}` holds {len(firsts) or 'no'} first parts of a GGUF", "give the file `NAME-00001-of-NNNNN.gguf` itself")
+    return firsts[0]
 
 
 def types(path: Path) -> dict[str, str]:
-    """Weight -> format of what lies in a file, by the gguf package's own reader. A plan's format is found as `layout(fmt).format`."""
+    """The format of every weight of a file, by the gguf package's reader, in the words of `layout(fmt).format`."""
     import gguf
 
-    from fewbits.checkpoints.gguf_file import GgufFile
     from fewbits.model import Model
+    from fewbits.model.gguf.checkpoint import GgufFile
     from fewbits.targets.gguf.layouts import format_of
 
-    opened = Model(GgufFile(path))  # by its content: while it is written its name is another
+    opened = Model(GgufFile(path))  # whatever its suffix: while it is written it has another
     parts = [gguf.GGUFReader(file).tensors for file in opened.checkpoint.files()]
     held = {tensor.name: format_of(tensor.tensor_type.name) for part in parts for tensor in part}
     places = architectures.Places(opened.config)
     stored = {weight.name: {held[place.tensor] for place in places(weight.parameter)} for weight in opened.weights}
-    return {name: " and ".join(sorted(found)) for name, found in stored.items()}
+    return {name: " and ".join(sorted(names)) for name, names in stored.items()}
 
 
 TARGET = Gguf()

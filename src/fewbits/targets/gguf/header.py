@@ -1,6 +1,6 @@
-"""What a file says beside its tensors: architecture, tokenizer, chat template, and where it all came from.
+"""The metadata of a file: architecture, tokenizer, chat template and origin.
 
-A model that was a GGUF before keeps every key that it had, in its own words; only what is no longer true of it is said anew.
+If the source was a GGUF, its keys are copied, and only those that quantization changes are written anew.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import architectures, manifest
-from fewbits.checkpoints import gguf_metadata
-from fewbits.checkpoints.folder import read_json
-from fewbits.checkpoints.gguf_metadata import Raw
+from fewbits.artifact import manifest
+from fewbits.model.gguf import architectures, metadata
+from fewbits.model.gguf.metadata import Raw
+from fewbits.store.untrusted import read_json
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
-    from fewbits.drafting import Draft
+    from fewbits.artifact.draft import Draft
     from fewbits.targets.gguf.tensors import FileTensor
 
-_POOLING = {"mean": 1, "cls": 2, "lasttoken": 3}  # llama.cpp's numbers of what sentence-transformers says, in either of its spellings
+_POOLING = {"mean": 1, "cls": 2, "lasttoken": 3}  # llama.cpp's numbers for the words of sentence-transformers
 _SPELLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"}
 _POOLING_FILES = ("1_Pooling/config.json", "pooling.json")
 
@@ -27,11 +27,11 @@ _POOLING_FILES = ("1_Pooling/config.json", "pooling.json")
 def add_metadata(writer: Any, artifact: Artifact | Draft, tensors: list[FileTensor]) -> None:
     import gguf
 
-    made, kept = artifact.provenance, _kept(artifact)
+    made, copied = artifact.provenance, _source_metadata(artifact)
     writer.add_type("model")
     writer.add_name(made.source.removesuffix(".gguf"))
-    gguf_metadata.add(writer, kept)
-    if not kept:
+    metadata.add(writer, copied)
+    if not copied:
         _add_model(writer, artifact)
     writer.add_quantized_by("fewbits")
     writer.add_file_type(_file_type(tensors))
@@ -42,33 +42,33 @@ def add_metadata(writer: Any, artifact: Artifact | Draft, tensors: list[FileTens
 
 
 def _add_model(writer: Any, artifact: Artifact | Draft) -> None:
-    from fewbits import vocabularies
+    from fewbits.model.gguf import vocabularies
 
-    found = architectures.metadata(artifact.config)
+    keys = architectures.metadata(artifact.config)
     pooling = _pooling(artifact)
     if pooling is not None:
-        found[f"{architectures.of(artifact.config).gguf}.pooling_type"] = pooling
-    for key, value in found.items():
+        keys[f"{architectures.of(artifact.config).gguf}.pooling_type"] = pooling
+    for key, value in keys.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(key, value)
     vocabularies.add_to(writer, vocabularies.of(artifact.tokenizer, artifact.config.vocab_size))
 
 
-def _kept(artifact: Artifact | Draft) -> dict[str, Raw]:
-    """The metadata that the model had as a GGUF; none if it was none."""
+def _source_metadata(artifact: Artifact | Draft) -> dict[str, Raw]:
+    """Of a source that was a GGUF; else empty."""
     where = _folder(artifact)
-    file = where / gguf_metadata.FILE if where.is_dir() else where
-    return gguf_metadata.read(file) if file.is_file() and file.suffix.lower() == ".gguf" else {}
+    file = where / metadata.FILE if where.is_dir() else where
+    return metadata.read(file) if file.is_file() and file.suffix.lower() == ".gguf" else {}
 
 
 def _folder(artifact: Artifact | Draft) -> Path:
-    from fewbits.drafting import Draft
+    from fewbits.artifact.draft import Draft
 
     return artifact.model.path if isinstance(artifact, Draft) else artifact.path
 
 
 def _pooling(artifact: Artifact | Draft) -> int | None:
-    """How an encoder makes one vector of a text, as sentence-transformers says it; None: it says nothing, and the reader must."""
+    """How an encoder pools its tokens into one vector, by the files of sentence-transformers; None: there are none."""
     if architectures.of(artifact.config).rotary:
         return None
     file = next((path for name in _POOLING_FILES if (path := _folder(artifact) / name).is_file()), None)
@@ -78,7 +78,7 @@ def _pooling(artifact: Artifact | Draft) -> int | None:
 
 
 def _file_type(tensors: list[FileTensor]) -> int:
-    """llama.cpp's label of a whole file: the type of most weights. It is shown to people and decides nothing."""
+    """llama.cpp's label of a whole file: the type of most weights. It is only displayed."""
     import gguf
 
     held: Counter[str] = Counter()

@@ -1,6 +1,6 @@
-"""How a format lies in a GGUF file.
+"""The GGUF type that a format is stored as.
 
-A format goes in as it is when it is one of GGUF's own types, and by an exact change of layout when its values are:
+A format that is a GGUF type is copied. One with the values of a GGUF type is changed to its layout, exactly:
 int4_g32 becomes Q4_0, int8_channel becomes Q8_0 with its scale repeated. Nothing is rounded here.
 """
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from fewbits.formats import Format, Parts
 
 _CASTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_NAMES = {"F32": "fp32", "F16": "fp16"}  # where ours is not ggml's in small letters
-_ONE_SCALE = ("q4_0", "q5_0", "q8_0")  # GGUF types of the form scale * level, which other layouts of the same levels turn into
+_NAMES = {"F32": "fp32", "F16": "fp16"}  # of types whose name here is not ggml's in lower case
+_ONE_SCALE = ("q4_0", "q5_0", "q8_0")  # GGUF types of the form scale * level, whose values other formats share
 _ANY = (256, 256)  # a shape that every format fits
-_FIRST_GGUF = {"mxfp4": "0.18", "nvfp4": "0.19"}  # types that came after the oldest gguf package that fewbits runs with
+_FIRST_GGUF = {"mxfp4": "0.18", "nvfp4": "0.19"}  # the gguf package that first knows these types; fewbits runs with older ones too
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class Layout:
 
 @cache
 def layout(fmt: Format) -> Layout | None:
-    """By structure: a cast, a type of GGUF itself, or the values of one."""
+    """By structure: float, a GGUF type itself, or one with the values of a GGUF type. None: GGUF cannot store it."""
     gguf = _constants()
     specs = fmt.parts(_ANY)
     if fmt.levels is None:
         dtype = specs["values"].dtype if specs.keys() == {"values"} else ""
         size = specs["values"].nbytes // (_ANY[0] * _ANY[1]) if dtype else 0
         return Layout(_CASTS[dtype], 1, size, lambda parts: octets(parts["values"])) if dtype in _CASTS else None
-    own = gguf.GGMLQuantizationType.__members__.get(fmt.name.upper())
-    if own is not None and specs.keys() == {"blocks"}:
-        block, block_bytes = gguf.GGML_QUANT_SIZES[own]
+    ggml = gguf.GGMLQuantizationType.__members__.get(fmt.name.upper())
+    if ggml is not None and specs.keys() == {"blocks"}:
+        block, block_bytes = gguf.GGML_QUANT_SIZES[ggml]
         same_size = fmt.block == block and fmt.nbytes(_ANY) == _ANY[0] * _ANY[1] // block * block_bytes
-        return Layout(own.name, block, block_bytes, lambda parts: parts["blocks"]) if same_size else None
+        return Layout(ggml.name, block, block_bytes, lambda parts: parts["blocks"]) if same_size else None
     return _same_values(fmt)
 
 
@@ -71,7 +71,7 @@ def lacking(fmt: Format) -> str | None:
 
 @cache
 def _constants() -> Any:
-    """gguf's tables of types without the rest of the package, whose import takes a third of the half second that `formats` has."""
+    """gguf's tables of types without the rest of the package, whose import would take a third of the time of `fewbits formats`."""
     package = importlib.util.find_spec("gguf")
     assert package and package.submodule_search_locations
     spec = importlib.util.spec_from_file_location("gguf_constants", Path(package.submodule_search_locations[0]) / "constants.py")
@@ -88,19 +88,19 @@ def _same_values(fmt: Format) -> Layout | None:
         return None
     for name in _ONE_SCALE:
         twin = formats.get(name)
-        if twin.levels == fmt.levels and twin.run and (fmt.run is None or fmt.run % twin.run == 0):
-            own = layout(twin)
-            assert own
-            return Layout(own.type, own.block, own.block_bytes, lambda parts, twin=twin: _repacked(fmt, twin, parts))  # type: ignore[misc]
+        if twin.levels == fmt.levels and twin.group and (fmt.group is None or fmt.group % twin.group == 0):
+            other = layout(twin)
+            assert other
+            return Layout(other.type, other.block, other.block_bytes, lambda parts, twin=twin: _repacked(fmt, twin, parts))  # type: ignore[misc]
     return None
 
 
 def _repacked(fmt: Format, twin: Format, parts: Parts) -> Tensor:
     codes, grid = fmt.unpack(parts)
-    assert twin.run
-    scale, offset = fmt.affine(grid, slice(0, codes.shape[1], twin.run))
+    assert twin.group
+    scale, offset = fmt.affine(grid, slice(0, codes.shape[1], twin.group))
     assert offset is None, "codes and scales alone leave no room for an offset"
-    return twin.pack(codes, {"d": scale.expand(len(codes), codes.shape[1] // twin.run).half()})["blocks"]
+    return twin.pack(codes, {"d": scale.expand(len(codes), codes.shape[1] // twin.group).half()})["blocks"]
 
 
 def octets(values: Tensor) -> Tensor:

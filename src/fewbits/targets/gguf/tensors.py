@@ -1,4 +1,4 @@
-"""The tensors of a file: each loads its bytes when its turn comes, piece by piece: one weight is in memory, or one expert of a stack."""
+"""The tensors of a file. Each loads its bytes when it is written, one weight or one expert at a time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fewbits import architectures, formats
+from fewbits import formats
 from fewbits.errors import InputError
+from fewbits.model.gguf import architectures
 from fewbits.targets.gguf.layouts import Layout, layout, octets
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fewbits.architectures import Place
     from fewbits.artifact import Artifact
-    from fewbits.drafting import Draft
-    from fewbits.model import Weight
+    from fewbits.artifact.draft import Draft
+    from fewbits.model.gguf.architectures import Place
+    from fewbits.model.weights import Weight
     from fewbits.planning import Plan
 
 
@@ -33,37 +34,37 @@ class FileTensor:
 
 def tensors(artifact: Artifact | Draft) -> Iterator[FileTensor]:
     places = architectures.Places(artifact.config)
-    if why_not := mixed_stack(artifact.plan, artifact.weights):
+    if why_not := mixed_experts(artifact.plan, artifact.weights):
         raise InputError(why_not, "give all of them the same format")
     for parameter, together in groupby(artifact.weights, lambda weight: weight.parameter):
         weights = tuple(together)
-        own = _layout(artifact.plan, weights[0])
+        stored_as = _layout(artifact.plan, weights[0])
         for place in places(parameter):
             rows, cols = weights[0].shape if place.rows is None else (len(place.rows), weights[0].shape[1])
             shape = (rows, cols) if weights[0].expert is None else (len(weights), rows, cols)
-            nbytes = len(weights) * own.nbytes((rows, cols))
-            yield FileTensor(place.tensor, own.type, shape, nbytes, partial(_packed, artifact, weights, place))
+            nbytes = len(weights) * stored_as.nbytes((rows, cols))
+            yield FileTensor(place.tensor, stored_as.type, shape, nbytes, partial(_packed, artifact, weights, place))
     for name in artifact.rest:
         tensor = artifact.tensor(name)
         for place in places(name):
-            yield FileTensor(place.tensor, "F32", tuple(tensor.shape), 4 * tensor.numel(), partial(_kept, artifact, name, place))
+            yield FileTensor(place.tensor, "F32", tuple(tensor.shape), 4 * tensor.numel(), partial(_float32, artifact, name, place))
     for name, factors in architectures.factors(artifact.config).items():
-        yield FileTensor(name, "F32", tuple(factors.shape), 4 * factors.numel(), partial(_calculated, factors))
+        yield FileTensor(name, "F32", tuple(factors.shape), 4 * factors.numel(), partial(lambda values: [octets(values)], factors))
 
 
-def mixed_stack(plan: Plan, weights: Iterable[Weight]) -> str | None:
-    """Why a plan cannot be written although each of its formats can: the experts of a mixture are one tensor, of one type."""
+def mixed_experts(plan: Plan, weights: Iterable[Weight]) -> str | None:
+    """Why a plan cannot be written: the experts of one parameter are one tensor, of one type. None if it can."""
     for parameter, together in groupby(weights, lambda weight: weight.parameter):
-        found = {_layout(plan, weight).type for weight in together}
-        if len(found) > 1:
-            return f"GGUF keeps the experts of `{parameter}` as one tensor, and the plan gives them {' and '.join(sorted(found))}"
+        types = {_layout(plan, weight).type for weight in together}
+        if len(types) > 1:
+            return f"GGUF keeps the experts of `{parameter}` as one tensor, and the plan gives them {' and '.join(sorted(types))}"
     return None
 
 
 def _layout(plan: Plan, weight: Weight) -> Layout:
-    own = layout(formats.get(plan[weight.name].format))
-    assert own, "the plan was made for another target"
-    return own
+    stored_as = layout(formats.get(plan[weight.name].format))
+    assert stored_as, "the plan was made for another target"
+    return stored_as
 
 
 def _packed(artifact: Artifact | Draft, weights: tuple[Weight, ...], place: Place) -> Iterator[Tensor]:
@@ -71,12 +72,8 @@ def _packed(artifact: Artifact | Draft, weights: tuple[Weight, ...], place: Plac
         yield _ordered(_layout(artifact.plan, weight).convert(artifact.parts(weight)), place).contiguous()
 
 
-def _kept(artifact: Artifact | Draft, name: str, place: Place) -> list[Tensor]:
+def _float32(artifact: Artifact | Draft, name: str, place: Place) -> list[Tensor]:
     return [octets(_ordered(artifact.tensor(name), place).float() + place.added)]
-
-
-def _calculated(factors: Tensor) -> list[Tensor]:
-    return [octets(factors)]
 
 
 def _ordered(rows: Tensor, place: Place) -> Tensor:

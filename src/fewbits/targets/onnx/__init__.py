@@ -1,9 +1,9 @@
-"""ONNX for ONNX Runtime: quantized weights stay packed and are executed packed, kept ones are stored in their own float type.
-One file; above protobuf's 2 GiB the weights lie beside it, in NAME.onnx.data.
+"""ONNX for ONNX Runtime: quantized weights are stored and multiplied packed, others are stored in their float type.
+One file; above protobuf's 2 GiB the weights are in NAME.onnx.data beside it.
 
-    linear      quantized: com.microsoft.MatMulNBits          kept: Cast, Transpose, MatMul (folded when a session loads)
+    linear      quantized: com.microsoft.MatMulNBits           float: Cast, Transpose, MatMul (folded when a session loads)
                 with static int8 activations: QuantizeLinear, DequantizeLinear, MatMul (qdq.py)
-    embedding   quantized: com.microsoft.GatherBlockQuantized  kept: Gather, Cast
+    embedding   quantized: com.microsoft.GatherBlockQuantized  float: Gather, Cast
     input_ids   int64 [batch, sequence]: the only input; shorter sequences of a batch are padded on the right
     logits      float32 [batch, sequence, vocabulary]
 
@@ -16,19 +16,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import files, formats
+from fewbits import formats
 from fewbits.errors import InputError, MissingError
+from fewbits.store import files
 from fewbits.targets import Target
 from fewbits.targets.onnx import qdq, storage, versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fewbits.activations import Activation
     from fewbits.artifact import Artifact
-    from fewbits.drafting import Draft
+    from fewbits.artifact.draft import Draft
     from fewbits.formats import Format
-    from fewbits.model import Weight
+    from fewbits.formats.runtime.activations import Activation
+    from fewbits.model.weights import Weight
     from fewbits.progress import Progress
 
 # How MatMulNBits computes: 0 in float32, exact to 1e-6; 4 rounds its inputs to 8 bits per block of columns, as llama.cpp does.
@@ -49,7 +50,7 @@ class Onnx(Target):
     candidates = ("int2_g32_asym", "int4_g128", "int4_g64", "int4_g32", "int4_g32_asym", "int8_g32", "int8_channel", "fp16")
 
     def __init__(self, accuracy_level: int = ACCURACY_LEVEL, largest: int = _LARGEST) -> None:
-        """`largest`: bytes of a file that holds its weights; those of a larger one lie beside it."""
+        """`largest`: bytes of a file that holds its weights; those of a larger model are in a data file."""
         self.accuracy_level, self.largest = accuracy_level, largest
 
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
@@ -59,17 +60,17 @@ class Onnx(Target):
             return None
         if weight.kind == "convolution":
             return "ONNX Runtime has no convolution that reads packed weights"
-        found = storage.blocks(fmt, weight.shape[1])
-        return found if isinstance(found, str) else versions.lacking(found.bits, weight.kind == "embedding")
+        blocks = storage.blocks(fmt, weight.shape[1])
+        return blocks if isinstance(blocks, str) else versions.lacking(blocks.bits, weight.kind == "embedding")
 
     def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
         if activation:
             return sum(spec.nbytes for spec in qdq.specs(weight.shape, activation).values())
         if fmt.levels is None:
             return fmt.nbytes(weight.shape)
-        found = storage.blocks(fmt, weight.shape[1])
-        assert isinstance(found, storage.Blocks), found
-        return found.nbytes(weight.shape)
+        blocks = storage.blocks(fmt, weight.shape[1])
+        assert isinstance(blocks, storage.Blocks), blocks
+        return blocks.nbytes(weight.shape)
 
     def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
         if not activation.static:
@@ -82,8 +83,8 @@ class Onnx(Target):
         return "the graph is written without a KV cache"
 
     def activation_block(self, weight: Weight, fmt: Format) -> int | None:
-        found = storage.blocks(fmt, weight.shape[1]) if fmt.levels and self.accuracy_level == 4 else None
-        return found.size if isinstance(found, storage.Blocks) else None
+        blocks = storage.blocks(fmt, weight.shape[1]) if fmt.levels and self.accuracy_level == 4 else None
+        return blocks.size if isinstance(blocks, storage.Blocks) else None
 
     def supports(self, config: Any, tokenizer: Any) -> str | None:
         if absent := [name for name in ("onnx", "onnxscript") if not find_spec(name)]:
@@ -97,27 +98,27 @@ class Onnx(Target):
         return None
 
     def overhead(self, draft: Draft) -> int:
-        from fewbits.targets.onnx import beside, inside
+        from fewbits.model.onnx import external_data, inline_data
 
         stores = self._stores(draft)
         specs, proto = storage.specs(stores), self._proto(draft, stores)
-        size = inside.nbytes(proto, specs)
-        if size > self.largest:  # to a few bytes for every weight: the file beside it is named when it is written
-            placed = beside.layout(specs, f"{self.file_name}.data")
+        size = inline_data.nbytes(proto, specs)
+        if size > self.largest:  # the final name of the data file may add a few bytes for every weight
+            placed = external_data.layout(specs, f"{self.file_name}.data")
             proto.graph.initializer.extend(array.initializer() for array in placed.values())
-            size = proto.ByteSize() + beside.nbytes(placed)
+            size = proto.ByteSize() + external_data.nbytes(placed)
         return size - draft.plan.nbytes
 
     def _stores(self, artifact: Artifact | Draft) -> dict[str, storage.Store]:
-        found = {}
+        stores = {}
         for weight in artifact.weights:
             entry = artifact.plan[weight.name]
             fmt, activation = formats.get(entry.format), entry.activation
             if activation and (why_not := self.accepts_activation(weight, fmt, activation)):
                 # calibration leaves a weight that no text reached with a dynamic activation
                 raise InputError(f"`{weight.name}` cannot be written with {activation.name} activations: {why_not}", "edit the plan")
-            found[weight.name] = storage.store(fmt, weight.shape, self.accuracy_level, activation)
-        return found
+            stores[weight.name] = storage.store(fmt, weight.shape, self.accuracy_level, activation)
+        return stores
 
     def _proto(self, artifact: Artifact | Draft, stores: Mapping[str, storage.Store]) -> Any:
         from fewbits.targets.onnx import graph
@@ -127,30 +128,30 @@ class Onnx(Target):
         return graph.proto_of(model, storage.specs(stores))
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Weight]) -> None:
-        from fewbits.targets.onnx import beside, inside
+        from fewbits.model.onnx import external_data, inline_data
 
         stores = self._stores(artifact)
         specs, proto = storage.specs(stores), self._proto(artifact, stores)
         arrays = storage.arrays(artifact, stores, progress)
-        if inside.nbytes(proto, specs) <= self.largest:
+        if inline_data.nbytes(proto, specs) <= self.largest:
             with path.open("wb") as stream:
-                inside.write(stream, proto, specs, arrays)
+                inline_data.write(stream, proto, specs, arrays)
             return
-        placed = beside.layout(specs, f"{files.final_name(path)}.data")
+        placed = external_data.layout(specs, f"{files.final_name(path)}.data")
         proto.graph.initializer.extend(array.initializer() for array in placed.values())
         with files.beside(path).open("wb") as stream:
-            beside.write(stream, placed, arrays)
+            external_data.write(stream, placed, arrays)
         path.write_bytes(proto.SerializeToString(deterministic=True))
 
     def written(self, path: Path) -> dict[str, str]:
-        from fewbits.targets.onnx import reading
+        from fewbits.targets.onnx import contents
 
-        return reading.types(path)
+        return contents.types(path)
 
     def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
-        from fewbits.targets.onnx import reading
+        from fewbits.targets.onnx import contents
 
-        return reading.written_as(fmt, weight.shape[1], activation)
+        return contents.written_as(fmt, weight.shape[1], activation)
 
 
 TARGET = Onnx()

@@ -1,4 +1,4 @@
-"""The graph: traced without weights, then filled, so that nothing folds, copies or widens a packed weight on the way."""
+"""The graph of a model, traced without weights, so that no optimization folds, copies or widens a packed weight."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
-from fewbits import manifest
+from fewbits.artifact import manifest
 from fewbits.errors import InputError
-from fewbits.targets.onnx import beside, layers, storage
+from fewbits.model.onnx import external_data
+from fewbits.targets.onnx import layers, storage
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
-    from fewbits.drafting import Draft
+    from fewbits.artifact.draft import Draft
     from fewbits.formats import Spec
 
 _OPSET = 20
@@ -40,17 +41,17 @@ class _Logits(nn.Module):
 
 
 def trace(artifact: Artifact | Draft, stores: Mapping[str, storage.Store]) -> ir.Model:
-    from fewbits.model import empty_module
+    from fewbits.model.module import empty_module
 
-    module = empty_module(artifact.config).eval()  # its memory is never touched: every large weight is replaced
+    module = empty_module(artifact.config).eval()  # its memory is never touched, since every large weight is replaced
     for weight in artifact.weights:
         reader = layers.replace(module.get_submodule(weight.name), stores[weight.name])
         if weight.tied_to:
             layers.share(module.get_submodule(weight.tied_to), reader)
-    own: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
     with torch.no_grad():
         for name in artifact.rest:
-            own[name].copy_(artifact.tensor(name))
+            tensors[name].copy_(artifact.tensor(name))
     batch, sequence = torch.export.Dim("batch"), torch.export.Dim("sequence")
     example = torch.zeros((2, 7), dtype=torch.long)  # sizes unlike any of the model's, and above 1: a 1 would be taken as fixed
     try:
@@ -69,7 +70,7 @@ def trace(artifact: Artifact | Draft, stores: Mapping[str, storage.Store]) -> ir
             model: ir.Model = program.model
             _name(model)
             for name in storage.specs(stores):
-                model.graph.initializers[name].const_value = None  # what has no value cannot be folded
+                model.graph.initializers[name].const_value = None  # without a value it cannot be folded
             onnxscript.optimizer.optimize_ir(model)
     except Exception as failure:
         cause = failure.__cause__ or failure  # torch.onnx wraps it in a page of advice
@@ -81,34 +82,27 @@ def trace(artifact: Artifact | Draft, stores: Mapping[str, storage.Store]) -> ir
 
 
 def describe(model: ir.Model, artifact: Artifact | Draft, accuracy_level: int) -> None:
-    counts: dict[str, int] = {}
-    for entry in artifact.plan.entries:
-        counts[entry.format] = counts.get(entry.format, 0) + 1
     model.producer_name, model.producer_version = "fewbits", artifact.provenance.fewbits
     model.graph.name = artifact.config.model_type
-    model.metadata_props.update(
-        manifest.said(artifact.provenance, artifact.plan)
-        | {
-            "fewbits.plan": ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())),
-            "fewbits.bits_per_weight": f"{artifact.plan.bits_per_weight:.4f}",
-            "fewbits.accuracy_level": str(accuracy_level),
-        }
-    )
+    about = manifest.graph_metadata(artifact.provenance, artifact.plan)
+    model.metadata_props.update(about | {"fewbits.accuracy_level": str(accuracy_level)})
 
 
 def proto_of(model: ir.Model, wanted: Mapping[str, Spec]) -> Any:
-    """Without the arrays of weights, and checked as if they were inputs."""
+    """The graph without the arrays of weights, checked as if they were inputs."""
     with _quiet():  # it warns of every weight that has no value, and leaves it out
         proto = ir.to_proto(model)
     bare = onnx.ModelProto()
     bare.CopyFrom(proto)
-    bare.graph.input.extend(onnx.helper.make_tensor_value_info(name, beside.TYPES[spec.dtype], spec.shape) for name, spec in wanted.items())
+    bare.graph.input.extend(
+        onnx.helper.make_tensor_value_info(name, external_data.TYPES[spec.dtype], spec.shape) for name, spec in wanted.items()
+    )
     onnx.checker.check_model(bare)  # operators of com.microsoft are unknown to it and skipped
     return proto
 
 
 def _name(model: ir.Model) -> None:
-    """Parameters by their own names, without that of the wrapper."""
+    """Removes the name of the wrapper from those of parameters."""
     for value in list(model.graph.initializers.values()):
         assert value.name
         value.name = value.name.removeprefix("of.")
@@ -116,7 +110,7 @@ def _name(model: ir.Model) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.onnx warns of what it leaves out (torchvision) and of its own deprecations; nothing a person could act on."""
+    """Without the warnings of torch.onnx about torchvision and deprecations, on which a user cannot act."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,7 +1,7 @@
-"""Layers of the transformers module, made to read a weight as the file stores it while the graph is traced.
+"""Layers of the transformers module that read a weight as the file stores it, while the graph is traced.
 
-A layer keeps its object and all else its class does (Gemma scales its embedding, OPT shifts its positions): only the class that
-multiplies or looks up is exchanged, underneath. Buffers stand in for the arrays with their shape and no memory.
+A layer remains the same object and keeps what its class adds (Gemma scales its embedding, OPT shifts its positions): only the base class
+that multiplies or looks up is exchanged. Buffers with the shape of the arrays, but without memory, stand for them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Embedding(nn.Embedding):
 
 
 def _kernel(self: Any) -> Tensor:
-    """A convolution's weight, which is always kept and lies flattened in the file. Some modules (LFM2) take it and convolve themselves."""
+    """A convolution's weight, which is never quantized and flat in the file. Some modules (LFM2) take it and convolve themselves."""
     values: Tensor = self.reader.owner.values
     return values.float().reshape(self.out_channels, self.in_channels // self.groups, *self.kernel_size)
 
@@ -106,21 +106,21 @@ _READING: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def replace(module: nn.Module, store: Store) -> Reader:
-    """Let this layer read a weight of its own."""
+    """Let this layer read a stored weight of its own."""
     return share(module, Reader(module, store))
 
 
 def share(module: nn.Module, reader: Reader) -> Reader:
     """Let this layer read a weight that another one holds."""
-    own: Any = module
-    del own.weight
+    layer: Any = module
+    del layer.weight
     if not isinstance(module, _CONVOLUTIONS):
-        own.weight = torch.empty(0)  # Gemma asks for its dtype; whoever would compute with it must fail
+        layer.weight = torch.empty(0)  # Gemma asks for its dtype; computing with it must fail
     plain, reading = next((plain, reading) for plain, reading in _READING.items() if isinstance(module, plain))
     cls = type(module)
     # as the last base, `reading` is what a subclass's own forward reaches through super()
-    own.__class__ = reading if cls is plain else type(cls.__name__, (cls, reading), {})
-    own.reader = reader
+    layer.__class__ = reading if cls is plain else type(cls.__name__, (cls, reading), {})
+    layer.reader = reader
     return reader
 
 

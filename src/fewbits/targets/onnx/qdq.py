@@ -27,8 +27,8 @@ from fewbits.formats import Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fewbits.activations import Activation
     from fewbits.formats import Format, Parts, Shape
+    from fewbits.formats.runtime.activations import Activation
 
 _AROUND_ZERO, _FROM_ZERO = (tuple(float(q) for q in range(first, first + 256)) for first in (-128, 0))
 _ANY = (256, 256)  # a shape that every format fits
@@ -38,7 +38,7 @@ _MIDDLE = 128  # what a signed code becomes unsigned by
 def refuses(fmt: Format) -> str | None:
     """Why weights in this format cannot be multiplied as integers; None if they can."""
     if fmt.levels == _AROUND_ZERO or (fmt.levels == _FROM_ZERO and "zeros" in fmt.parts(_ANY)):
-        return None if fmt.run is None else f"{fmt.name} has a scale per {fmt.run} columns; integers need one for all columns of a row"
+        return None if fmt.group is None else f"{fmt.name} has a scale per {fmt.group} columns; integers need one for all columns of a row"
     return f"{fmt.name} is not stored as 8-bit integers; int8_channel is"
 
 
@@ -82,7 +82,7 @@ def channels(fmt: Format, shape: Shape, parts: Parts) -> tuple[Tensor, Tensor, T
 def input_arrays(activation: Activation) -> dict[str, Tensor]:
     import torch
 
-    from fewbits.activations import static_scale
+    from fewbits.formats.runtime.activations import static_scale
 
     scale = torch.tensor(static_scale(activation), dtype=torch.float32)
     arrays = {"input_scale": scale, "input_zero": torch.tensor(activation.zero + _MIDDLE, dtype=torch.uint8)}

@@ -1,12 +1,12 @@
-"""How a weight lies in the file. MatMulNBits' layout is used for embeddings too, so that a tied output can share it:
+"""The layout of a weight in the file. MatMulNBits' layout is used for embeddings too, so that a tied output can share it:
 
     codes   uint8 [rows, blocks, size * bits / 8], lowest bits first; a last block is padded with what decodes to zero
     scales  float32 [rows, blocks]
     zeros   uint8 [rows, blocks * bits / 8 rounded up], packed like the codes: the code that stands for zero in each block;
             left out where it is 2^(bits-1) in all of them
-    values  of a kept weight: [rows, cols] in its own type
+    values  of a weight that is not quantized: [rows, cols] in its type
 
-A weight whose inputs are rounded by a calibrated scale lies otherwise: see qdq.py.
+A weight whose inputs are rounded by a calibrated scale has another layout: see qdq.py.
 
 Scales are float16 values stored as float32, 0.5 bits per weight more at blocks of 32. MatMulNBits wants the type of its input,
 and a Cast in the graph would not do: ONNX Runtime 1.31 reads scales that are not initializers as garbage at accuracy level 4
@@ -25,10 +25,10 @@ from fewbits.targets.onnx import qdq
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fewbits.activations import Activation
     from fewbits.artifact import Artifact
     from fewbits.formats import Format, Parts, Shape
-    from fewbits.model import Weight
+    from fewbits.formats.runtime.activations import Activation
+    from fewbits.model.weights import Weight
     from fewbits.progress import Progress
 
 _BITS = (2, 4, 8)
@@ -54,7 +54,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Store:
-    """One weight of the file; a kept one has no blocks, and neither has one that is multiplied in integers."""
+    """One weight of the file. It has blocks if it is quantized and not multiplied as integers."""
 
     fmt: Format
     shape: Shape
@@ -72,7 +72,7 @@ class Store:
             return qdq.arrays(self.fmt, self.shape, self.activation, parts)
         if self.blocks is None:
             return parts
-        from fewbits.packing import bitstream
+        from fewbits.formats.storage import bitstream
 
         rows, cols = self.shape
         bits, size, count = self.blocks.bits, self.blocks.size, self.specs()["scales"].shape[1]
@@ -90,18 +90,18 @@ class Store:
 
 
 def store(fmt: Format, shape: Shape, accuracy_level: int, activation: Activation | None = None) -> Store:
-    found = blocks(fmt, shape[1]) if fmt.levels and not activation else None
-    assert not isinstance(found, str), found
-    return Store(fmt, shape, found, accuracy_level, activation)
+    packed = blocks(fmt, shape[1]) if fmt.levels and not activation else None
+    assert not isinstance(packed, str), packed
+    return Store(fmt, shape, packed, accuracy_level, activation)
 
 
 def specs(stores: Mapping[str, Store]) -> dict[str, Spec]:
-    """Of every array, by the name that it has in the file."""
+    """Type and shape of every array, by its name in the file."""
     return {f"{weight}.{part}": spec for weight, store in stores.items() for part, spec in store.specs().items()}
 
 
 def arrays(artifact: Artifact, stores: Mapping[str, Store], progress: Progress[Weight]) -> Iterator[tuple[str, Tensor]]:
-    """The same, with one weight in memory at a time."""
+    """The arrays themselves, with one weight in memory at a time."""
     for weight in progress(artifact.weights, len(artifact.weights), "writing onnx"):
         for part, tensor in stores[weight.name].arrays(artifact.parts(weight)).items():
             yield f"{weight.name}.{part}", tensor
@@ -115,9 +115,9 @@ def blocks(fmt: Format, cols: int) -> Blocks | str:
         from_zero = fmt.levels == tuple(float(q) for q in range(1 << bits)) and "zeros" in fmt.parts(_ANY)
         if around_zero or from_zero:
             largest = _LARGEST_OF_2_BITS if bits == 2 else _SIZES[0]
-            sizes = [size for size in _SIZES if size <= largest and (fmt.run is None or fmt.run % size == 0)]
+            sizes = [size for size in _SIZES if size <= largest and (fmt.group is None or fmt.group % size == 0)]
             if not sizes:
-                return f"ONNX Runtime has no blocks of {fmt.run} columns"
+                return f"ONNX Runtime has no blocks of {fmt.group} columns"
             return min((Blocks(bits, size, from_zero) for size in sizes), key=lambda b: b.nbytes((1, cols)))
     if len(fmt.levels) not in {1 << bits for bits in _BITS}:
         return f"{fmt.name} has {len(fmt.levels)} levels; ONNX Runtime runs weights of {', '.join(map(str, _BITS))} bits"

@@ -1,4 +1,4 @@
-"""What the installed onnxruntime is too old for. Each cell is the first release that ran the file, by itself and by onnxruntime-genai 0.11.
+"""What the installed onnxruntime is too old for: the first release that ran such a file, alone and in onnxruntime-genai 0.11.
 
 bits         2      4      8
 linear     1.24   1.21   1.22
@@ -17,10 +17,10 @@ _EMBEDDING = {2: "1.27", 4: "1.23", 8: "1.23"}
 
 def lacking(bits: int, looked_up: bool) -> str | None:
     """Why the onnxruntime that is installed cannot run a weight of so many bits; None if it can, or if there is none to ask."""
-    found, first = installed("onnxruntime"), (_EMBEDDING if looked_up else _LINEAR)[bits]
-    if found is None or not older(found, first):
+    present, first = installed("onnxruntime"), (_EMBEDDING if looked_up else _LINEAR)[bits]
+    if present is None or not older(present, first):
         return None
-    return f"onnxruntime {found} is installed, and {bits}-bit {'embeddings' if looked_up else 'weights'} run from {first} on"
+    return f"onnxruntime {present} is installed, and {bits}-bit {'embeddings' if looked_up else 'weights'} run from {first} on"
 
 
 @cache
@@ -31,9 +31,9 @@ def installed(package: str) -> str | None:
         return None
 
 
-def older(found: str, needed: str) -> bool:
+def older(present: str, needed: str) -> bool:
     """By the numbers at the front: `1.9.0rc1` is older than 1.10."""
-    return _numbers(found) < _numbers(needed)
+    return _numbers(present) < _numbers(needed)
 
 
 def _numbers(text: str) -> list[int]:

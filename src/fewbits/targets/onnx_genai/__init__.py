@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import formats
 from fewbits.errors import MissingError
-from fewbits.scratch import scratch_folder
+from fewbits.store.scratch import scratch_folder
 from fewbits.targets.onnx import Onnx, storage
 from fewbits.targets.onnx_genai import families
 
 if TYPE_CHECKING:
-    from fewbits.activations import Activation
     from fewbits.artifact import Artifact
-    from fewbits.drafting import Draft
+    from fewbits.artifact.draft import Draft
     from fewbits.formats import Format
-    from fewbits.model import Weight
+    from fewbits.formats.runtime.activations import Activation
+    from fewbits.model.weights import Weight
     from fewbits.progress import Progress
 
 
@@ -54,7 +54,7 @@ class OnnxGenai(Onnx):
         return families.unsupported(config)
 
     def overhead(self, draft: Draft) -> int:
-        from fewbits.targets.onnx import beside
+        from fewbits.model.onnx import external_data
         from fewbits.targets.onnx_genai import data, graph, settings
 
         decoder, stores = families.of(draft.config), self._stores(draft)
@@ -63,7 +63,7 @@ class OnnxGenai(Onnx):
         with scratch_folder() as scratch, _assets_of(draft) as assets:
             settings.write(Path(scratch), assets, decoder, draft.config, draft.tokenizer)
             assets_bytes = sum(file.stat().st_size for file in Path(scratch).iterdir())
-        return len(model.SerializeToString()) + beside.nbytes(placed) + assets_bytes - draft.plan.nbytes
+        return len(model.SerializeToString()) + external_data.nbytes(placed) + assets_bytes - draft.plan.nbytes
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Weight]) -> None:
         from fewbits.targets.onnx_genai import data, graph, settings

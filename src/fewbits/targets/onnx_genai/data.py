@@ -1,4 +1,4 @@
-"""What lies in model.onnx.data: the parts of every weight, then the tensors that were kept, then the rotary tables, one after another."""
+"""The content of model.onnx.data: the parts of every weight, then norms and biases, then the rotary tables."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fewbits.formats import Spec
-from fewbits.targets.onnx import beside, storage
+from fewbits.model.onnx import external_data
+from fewbits.targets.onnx import storage
 from fewbits.targets.onnx_genai import rotary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fewbits.artifact import Artifact
-    from fewbits.drafting import Draft
-    from fewbits.model import Weight
+    from fewbits.artifact.draft import Draft
+    from fewbits.model.onnx.external_data import Array
+    from fewbits.model.weights import Weight
     from fewbits.progress import Progress
-    from fewbits.targets.onnx.beside import Array
     from fewbits.targets.onnx.storage import Store
     from fewbits.targets.onnx_genai.families import Decoder
 
@@ -30,7 +31,7 @@ def table(part: str, kind: str) -> str:
 
 
 def layout(artifact: Artifact | Draft, stores: Mapping[str, Store], decoder: Decoder) -> dict[str, Array]:
-    return beside.layout(dict(_specs(artifact, stores, decoder)), FILE)
+    return external_data.layout(dict(_specs(artifact, stores, decoder)), FILE)
 
 
 def write(
@@ -46,14 +47,14 @@ def write(
     def arrays() -> Iterator[tuple[str, Tensor]]:
         yield from storage.arrays(artifact, stores, progress)
         for name in artifact.rest:
-            yield name, _kept(artifact, name, decoder)
+            yield name, _float32(artifact, name, decoder)
         for kind in decoder.tables:
             cos, sin = rotary.tables(artifact.config, kind, decoder.context)
             yield table("cos", kind), cos
             yield table("sin", kind), sin
 
     with path.open("wb") as file:
-        beside.write(file, placed, arrays())
+        external_data.write(file, placed, arrays())
 
 
 def _specs(artifact: Artifact | Draft, stores: Mapping[str, Store], decoder: Decoder) -> Iterator[tuple[str, Spec]]:
@@ -65,6 +66,6 @@ def _specs(artifact: Artifact | Draft, stores: Mapping[str, Store], decoder: Dec
             yield table(part, kind), Spec("float32", (decoder.context, decoder.head_size // 2))
 
 
-def _kept(artifact: Artifact, name: str, decoder: Decoder) -> Tensor:
+def _float32(artifact: Artifact, name: str, decoder: Decoder) -> Tensor:
     tensor = artifact.tensor(name).float()
     return tensor + decoder.family.norm_offset if name.endswith("norm.weight") else tensor

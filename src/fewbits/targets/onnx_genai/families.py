@@ -1,6 +1,6 @@
-"""The decoders that can be written: what tells one family of the Llama kind from another, and a model's sizes as the graph needs them.
+"""The decoders that can be written: the differences between families like Llama, and a model's sizes.
 
-Which biases and norms of heads a model has is seen from its tensors; a row of `KNOWN` says only what tensors do not show.
+Biases and norms of heads are recognised by a model's tensors; a row of `KNOWN` has only what tensors do not show.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ATTENTIONS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True, kw_only=True)
 class Norms:
-    """Names of a layer's norms; those after a half of the layer are of its output, before it is added."""
+    """Names of a layer's norms. An `after_` norm is of the output of attention or MLP, before it is added."""
 
     before_attention: str = "input_layernorm"
     after_attention: str | None = None
@@ -108,7 +108,7 @@ def of(config: Any) -> Decoder:
 
 
 def unsupported(config: Any) -> str | None:
-    """Why this model's function cannot be written as such a graph; None if it can."""
+    """Why this model cannot be written as such a graph; None if it can."""
     model_type = getattr(config, "model_type", None)
     family = next((row for row in KNOWN if row.model_type == model_type), None)
     if family is None:
@@ -136,7 +136,6 @@ def _head_size(config: Any) -> int:
 
 
 def _ropes(config: Any) -> dict[str, Mapping[str, Any]]:
-    """Rotary parameters by the type of attention that uses them; one of no name for all."""
-    found: Mapping[str, Any] = config.rope_parameters
-    own = {kind: found[kind] for kind in _ATTENTIONS if kind in found}
-    return own or {"": found}
+    """Rotary parameters by the type of attention; under `` if all share them."""
+    rope: Mapping[str, Any] = config.rope_parameters
+    return {kind: rope[kind] for kind in _ATTENTIONS if kind in rope} or {"": rope}

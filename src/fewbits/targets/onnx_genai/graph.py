@@ -17,14 +17,14 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from fewbits import manifest
+from fewbits.artifact import manifest
 from fewbits.errors import InputError
 from fewbits.targets.onnx_genai.data import table
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
-    from fewbits.drafting import Draft
-    from fewbits.targets.onnx.beside import Array
+    from fewbits.artifact.draft import Draft
+    from fewbits.model.onnx.external_data import Array
     from fewbits.targets.onnx.storage import Store
     from fewbits.targets.onnx_genai.families import Decoder
 
@@ -33,7 +33,7 @@ _MICROSOFT = "com.microsoft"
 
 
 def build(artifact: Artifact | Draft, stores: Mapping[str, Store], decoder: Decoder, placed: Mapping[str, Array], level: int) -> Any:
-    """The whole ModelProto; the values of its initializers lie beside it."""
+    """The whole ModelProto; the values of its initializers are in the data file."""
     drawn = _Drawing(artifact, stores, decoder, placed)
     drawn.model()
     if lost := placed.keys() - drawn.read:
@@ -57,7 +57,8 @@ def build(artifact: Artifact | Draft, stores: Mapping[str, Store], decoder: Deco
     opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_MICROSOFT, 1)]
     about = artifact.provenance
     model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="fewbits", producer_version=about.fewbits)
-    helper.set_model_props(model, _description(artifact, level))
+    described = manifest.graph_metadata(about, artifact.plan) | {"fewbits.accuracy_level": str(level)}
+    helper.set_model_props(model, described)
     return model
 
 
@@ -67,24 +68,13 @@ def _cache(decoder: Decoder, names: str, length: str) -> list[Any]:
     return [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ends]
 
 
-def _description(artifact: Artifact | Draft, level: int) -> dict[str, str]:
-    counts: dict[str, int] = {}
-    for entry in artifact.plan.entries:
-        counts[entry.format] = counts.get(entry.format, 0) + 1
-    return manifest.said(artifact.provenance, artifact.plan) | {
-        "fewbits.plan": ", ".join(f"{count} x {name}" for name, count in sorted(counts.items())),
-        "fewbits.bits_per_weight": f"{artifact.plan.bits_per_weight:.4f}",
-        "fewbits.accuracy_level": str(level),
-    }
-
-
 class _Drawing:
     def __init__(self, artifact: Artifact | Draft, stores: Mapping[str, Store], decoder: Decoder, placed: Mapping[str, Array]) -> None:
         self.decoder, self._stores, self._placed = decoder, stores, placed
         self._holder = {name: weight.name for weight in artifact.weights for name in (weight.name, weight.tied_to) if name}
         self.nodes: list[Any] = []
         self.constants: dict[str, Any] = {}
-        self.read: set[str] = set()  # which arrays some node reads: none may be left over
+        self.read: set[str] = set()  # the arrays that nodes read: none may be left over
 
     def model(self) -> None:
         decoder, names = self.decoder, self.decoder.family.norms
@@ -92,7 +82,7 @@ class _Drawing:
         x = self._embedding("model.embed_tokens", "input_ids")
         if decoder.family.scaled_embedding:
             x = self._node("Mul", "model.embed_tokens", x, self._constant("embedding_scale", np.float32(decoder.hidden**0.5)))
-        y: str | None = None  # what the last half of a layer gave, not yet added to x
+        y: str | None = None  # the output of the last half of a layer, not yet added to x
         for i in range(decoder.layers):
             layer = f"model.layers.{i}"
             normed, x = self._added(f"{layer}.{names.before_attention}", x, y)
@@ -111,7 +101,7 @@ class _Drawing:
         self._node("Identity", "logits", logits, outputs=("logits",))
 
     def _lengths(self) -> tuple[str, str]:
-        """What attention wants to know of the mask: the place of each sequence's last token, and the length of the longest."""
+        """What attention needs of the mask: the position of each sequence's last token, and the length of the longest."""
         one = self._constant("one", np.array([1], np.int64))
         counted = self._node("ReduceSum", "lengths", "attention_mask", one, keepdims=0)
         last = self._node("Cast", "lengths.last", self._node("Sub", "lengths", counted, one), to=TensorProto.INT32)
@@ -191,8 +181,10 @@ class _Drawing:
     def _embedding(self, name: str, ids: str) -> str:  # (...) -> (..., cols)
         store = self._stores[name]
         if store.blocks is None:
-            found = self._node("Gather", name, self._array(f"{name}.values"), ids)
-            return found if store.specs()["values"].dtype == "float32" else self._node("Cast", f"{name}.found", found, to=TensorProto.FLOAT)
+            values = self._node("Gather", name, self._array(f"{name}.values"), ids)
+            return (
+                values if store.specs()["values"].dtype == "float32" else self._node("Cast", f"{name}.found", values, to=TensorProto.FLOAT)
+            )
         rows, cols = store.shape
         _, count, size = store.specs()["codes"].shape
         flat = self._constant("embedding_shape", np.array([rows, count * size], np.int64))

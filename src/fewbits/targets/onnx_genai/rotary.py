@@ -1,4 +1,4 @@
-"""Cosines and sines of every position, by transformers' own rotary module: whatever scales frequencies there is scaled alike here."""
+"""Cosines and sines of every position, by transformers' rotary module, so that scaled frequencies are the same."""
 
 from __future__ import annotations
 

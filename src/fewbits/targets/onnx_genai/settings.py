@@ -1,4 +1,4 @@
-"""genai_config.json, and the tokenizer's files beside it: all that onnxruntime-genai asks besides the graph."""
+"""genai_config.json and the tokenizer's files: what onnxruntime-genai needs beside the graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits.checkpoints.folder import read_json
+from fewbits.store.untrusted import read_json
 
 if TYPE_CHECKING:
     from fewbits.targets.onnx_genai.families import Decoder
@@ -16,8 +16,8 @@ FILE = "genai_config.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _SEARCH = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0}
 
-# The cache is one buffer, made whole when a generation starts: a Llama 3.2 of 1B would take 8.6 GB for its 131,072 positions. Who
-# wants more than this says so by `max_length`, up to the model's context.
+# The cache is one buffer, allocated when a generation starts: a Llama 3.2 of 1B would take 8.6 GB for its 131,072 positions. A user who
+# wants more sets `max_length`, up to the model's context.
 _MAX_LENGTH = 4096
 
 
@@ -28,19 +28,19 @@ def write(folder: Path, assets: Path, decoder: Decoder, config: Any, tokenizer: 
             if (assets / name).is_file():
                 shutil.copyfile(assets / name, folder / name)
     else:
-        tokenizer.save_pretrained(folder)  # of a tokenizer in an older form, as the one that genai reads
+        tokenizer.save_pretrained(folder)  # converts an older form of tokenizer to the one that genai reads
     generation = assets / "generation_config.json"
     said = read_json(generation, "the file is damaged; fetch it again") if generation.is_file() else {}
     (folder / FILE).write_text(json.dumps(content(decoder, config, tokenizer, said), indent=2) + "\n")
 
 
 def content(decoder: Decoder, config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[str, Any]:
-    """`said`: generation_config.json, which knows better than config.json when a chat model has ended its turn."""
+    """`said`: generation_config.json, whose end tokens are more complete than those of config.json for chat models."""
 
     def token(role: str) -> Any:
         name = f"{role}_token_id"
         places = (said.get(name), getattr(config, name, None), getattr(tokenizer, name, None))
-        return next((found for found in places if found is not None), None)
+        return next((value for value in places if value is not None), None)
 
     ends = token("eos")
     first_end = ends[0] if isinstance(ends, list) else ends

@@ -1,0 +1,202 @@
+"""Files of several makers in llama.cpp, against the float model in torch: what both comparisons of quality share.
+
+A run takes an hour on a model of 135 million weights, so files and measurements stay in a folder, a few windows at a time, and a run that
+was stopped resumes from them. Differences are judged in pairs, position by position, by a block bootstrap.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from fewbits import artifact as artifacts
+from fewbits import calibration, formats, methods, targets
+from fewbits.benchmarks.peers import ggml
+from fewbits.calibration import split
+from fewbits.calibration.folder import ABOUT, Statistics
+from fewbits.errors import InputError
+from fewbits.methods import Outcome
+from fewbits.methods.gptq import Gptq
+from fewbits.progress import silent
+from fewbits.store.files import Staged
+from fewbits.targets import export
+from fewbits.verification import files, metrics, runtimes
+from fewbits.verification.metrics import MeasuredLogits
+from fewbits.verification.runtimes import torch as torch_runtime
+
+if TYPE_CHECKING:
+    from fewbits.artifact import Artifact
+    from fewbits.calibration.text.windows import Window
+    from fewbits.model import Model
+    from fewbits.model.weights import Weight
+    from fewbits.planning import Plan
+    from fewbits.progress import Progress
+    from fewbits.verification.session import Session
+
+R = TypeVar("R")
+PEER, OURS, PLAIN, ROUNDING = "ggml + imatrix", "fewbits", "plain Hessian", "rounding"
+FLOOR, EIGHT_BITS = "floor", f"q8_0 {ROUNDING}"  # the float file, and one in 8 bits: what llama.cpp's own arithmetic costs
+_PART = 8  # windows measured between two writes
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What all makers calibrate with, and what their files are judged on."""
+
+    data: calibration.Paths = ()
+    held_out: Sequence[str | Path] = ()  # each judged apart; none: the embedded text
+    stats: str | Path | None = None  # statistics made before, in the place of `data`
+    samples: int = 64
+    tokens: int = 40_960  # of each held-out text
+
+    def windows(self, source: Model) -> dict[str, list[list[int]]]:
+        by_name = {Path(text).name: split.held_out_windows(source, text, None, self.tokens) for text in self.held_out}
+        return by_name or {"embedded": split.held_out_windows(source, (), None, self.tokens)}
+
+    def statistics(self, source: Model, folder: Path, progress: Progress[Any]) -> Statistics:
+        if self.stats is not None:
+            return Statistics(Path(self.stats))
+        if (folder / ABOUT).is_file():
+            return Statistics(folder)
+        return calibration.collect(source, calibration.draw(source, self.data, self.samples, None, 0), folder, progress=progress)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """One file's figures, and how they compare with the peer's on the same tokens."""
+
+    kl: float
+    kl_ci95: tuple[float, float]
+    kl_ratio: float  # to the peer's
+    kl_ratio_ci95: tuple[float, float]
+    top1: float
+    top1_gain_ci95: tuple[float, float]  # over the peer's, in shares
+    ppl_ratio: float
+    ppl_to_peer_ci95: tuple[float, float]  # perplexity over the peer's
+
+
+def paired(file: MeasuredLogits, peer: MeasuredLogits) -> Paired:
+    kl, nll, base = (np.array(values) for values in (file.kl, file.nll, file.nll_base))
+    gain = np.array(file.agrees, float) - np.array(peer.agrees, float)
+    low, high = metrics.bootstrap_ci95(nll - np.array(peer.nll))
+    return Paired(
+        kl=float(kl.mean()),
+        kl_ci95=metrics.bootstrap_ci95(kl),
+        kl_ratio=float(kl.mean() / np.mean(peer.kl)),
+        kl_ratio_ci95=metrics.bootstrap_ratio_ci95(kl, np.array(peer.kl)),
+        top1=float(np.mean(file.agrees)),
+        top1_gain_ci95=metrics.bootstrap_ci95(gain),
+        ppl_ratio=float(np.exp(nll.mean() - base.mean())),
+        ppl_to_peer_ci95=(float(np.exp(low)), float(np.exp(high))),
+    )
+
+
+@dataclass(frozen=True)
+class OnText(Generic[R]):
+    text: str
+    tokens: int
+    kl_floor: float  # the float file in llama.cpp
+    kl_q8_0: float  # what 8-bit activations and weights cost there
+    rows: tuple[R, ...]
+
+
+@dataclass(frozen=True)
+class Judged(Generic[R]):
+    model: str
+    texts: tuple[OnText[R], ...]
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Contest:
+    """`settings` are written beside the files: a folder made with others is refused."""
+
+    def __init__(self, source: Model, folder: Path, texts: Texts, settings: Mapping[str, Any], progress: Progress[Any]) -> None:
+        self.source, self.folder, self.progress = source, folder, progress
+        self.windows = texts.windows(source)
+        self.statistics = texts.statistics(source, folder / "statistics", progress)
+        self.target = targets.get("gguf")
+        self.judge = runtimes.needed(runtimes.get("llama.cpp"))
+        self._check_settings({"model": source.fingerprint, "runs": self.statistics.about["runs"], **settings})
+        self.files = {FLOOR: folder / self.target.file_name}
+        if not self.files[FLOOR].is_file():
+            files.float_file(source, self.target, folder, progress)
+
+    def add(self, name: str, plan: Plan, maker: str) -> None:
+        """Writes a file by this plan, made by `maker`, unless an earlier run did."""
+        path = self.files[name] = self.folder / f"{name.replace(' ', '-', 1)}.gguf"
+        if not path.is_file():
+            export.export(self._made(plan, maker, path.with_suffix("")), path)
+
+    def judged(self, rows_of: Callable[[Mapping[str, MeasuredLogits]], Iterable[R]]) -> Judged[R]:
+        """Runs all files on every text. `rows_of` makes the rows of a text from what each file gave per position, by the file's name."""
+        reference = torch_runtime.of_module(self.source.module())
+        texts = []
+        with ExitStack() as opened:
+            length = max(len(each[0]) for each in self.windows.values())
+            sessions = {key: opened.enter_context(closing(self.judge.open(path, length))) for key, path in self.files.items()}
+            for text, windows in self.windows.items():
+                measured = _measured(reference, sessions, windows, self.folder / "measured" / text, self.progress)
+                floor, eight_bits = (float(np.mean(measured[key].kl)) for key in (FLOOR, EIGHT_BITS))
+                texts.append(OnText(text, len(measured[FLOOR].kl), floor, eight_bits, tuple(rows_of(measured))))
+        return Judged(self.source.path.name, tuple(texts))
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        path = self.folder / "settings.json"
+        if path.is_file() and json.loads(path.read_text()) != settings:
+            raise InputError(f"`{self.folder}` holds a benchmark with other settings", "choose another `-o`, or remove it first")
+        with Staged(path) as staged:
+            staged.write_text(json.dumps(settings, indent=1))
+
+    def _made(self, plan: Plan, maker: str, folder: Path) -> Artifact:
+        if maker in (OURS, ROUNDING):
+            return artifacts.quantize(self.source, plan, folder, self.progress, self.statistics if maker == OURS else None)
+
+        def each() -> Iterator[tuple[Weight, Outcome]]:
+            for weight in self.progress(self.source.weights, len(self.source.weights), f"quantizing by {maker}"):
+                fmt, w = formats.get(plan[weight.name].format), self.source.load(weight)
+                if fmt.levels is None:
+                    yield weight, methods.get("rtn").quantize(w, fmt)
+                elif maker == PLAIN:
+                    yield weight, Gptq("plain").quantize(w, fmt, self.statistics.of(weight.name))
+                else:
+                    yield weight, Outcome({"blocks": ggml_blocks(w, fmt.name, self.statistics, weight)}, PEER)
+
+        return artifacts.write(self.source, plan, folder, each())
+
+
+def ggml_blocks(w: torch.Tensor, fmt: str, statistics: Statistics, weight: Weight) -> torch.Tensor:
+    """By ggml at its best setting: with the importance matrix that llama.cpp would have measured on this text. It measures none for an
+    embedding, which is looked up and not multiplied."""
+    seen = statistics.of(weight.name).input
+    return torch.from_numpy(ggml.quantize(ggml.SPELLED[fmt], w.numpy(), None if seen is None else seen.mean_square().numpy()))
+
+
+def _measured(
+    reference: Session, sessions: Mapping[str, Session], windows: Sequence[Window], folder: Path, progress: Progress[Any]
+) -> dict[str, MeasuredLogits]:
+    """A few windows at a time, and a file for what each of the contenders gave on them."""
+    whole = {key: MeasuredLogits() for key in sessions}
+    starts = range(0, len(windows), _PART)
+    for start in progress(starts, len(starts), "running in llama.cpp"):
+        part = windows[start : start + _PART]
+        name = hashlib.sha256(str(part).encode()).hexdigest()[:16]
+        files = {key: folder / key / f"{name}.json" for key in sessions}
+        missing = {key: session for key, session in sessions.items() if not files[key].is_file()}
+        for key, measured in (metrics.compare_logits(reference, missing, part, silent) if missing else {}).items():
+            with Staged(files[key]) as staged:
+                staged.write_text(json.dumps(vars(measured)))
+        for key, path in files.items():
+            stored = json.loads(path.read_text())
+            for field in ("kl", "nll", "nll_base", "agrees"):
+                getattr(whole[key], field).extend(stored[field])
+    return whole

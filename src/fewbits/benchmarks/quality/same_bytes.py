@@ -1,0 +1,64 @@
+"""Same bytes, who is nearer to the float model? llama.cpp's quantizer with an importance matrix against ours, in llama.cpp itself.
+
+Both read the same statistics of the same text, and both files hold the same formats, weight for weight. A third file is made with the
+plain Hessian: what error feedback does when nothing is known of the attention sink. Every file runs on text that calibration did not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits import formats, model, planning
+from fewbits.benchmarks.peers.ggml import SPELLED
+from fewbits.benchmarks.quality.contest import OURS, PEER, PLAIN, ROUNDING, Contest, Judged, Paired, Texts, paired
+from fewbits.errors import InputError
+from fewbits.progress import silent
+
+if TYPE_CHECKING:
+    from fewbits.progress import Progress
+    from fewbits.verification.metrics import MeasuredLogits
+
+FORMATS = ("q4_0", "q4_1", "q5_0", "iq4_nl")
+
+
+@dataclass(frozen=True)
+class FormatRow:
+    """A file whose weights all have one format."""
+
+    format: str
+    maker: str
+    bits_per_weight: float
+    found: Paired
+
+
+def quality(
+    name: str | Path,
+    work: str | Path,
+    texts: Texts,
+    names: Sequence[str] = FORMATS,
+    guard: Sequence[str] = ("q4_0",),
+    method: str = "auto",
+    keep: Sequence[str] = (),
+    progress: Progress[Any] = silent,
+) -> Judged[FormatRow]:
+    """On each of the held-out texts, with the same files. `guard`: formats that are also made with the plain Hessian. `keep`: overrides of
+    a format, for weights that neither side quantizes."""
+    if unknown := [fmt for fmt in names if formats.get(fmt).name not in SPELLED]:
+        raise InputError(f"llama.cpp has no quantizer for `{unknown[0]}` to compare with", f"it has: {', '.join(SPELLED)}")
+    source = model.open(name)
+    contest = Contest(source, Path(work), texts, {"method": method, "keep": list(keep)}, progress)
+    wanted = [(fmt, maker) for fmt in names for maker in (PEER, OURS, PLAIN) if maker != PLAIN or fmt in guard]
+    bits = {}
+    for fmt, maker in [("q8_0", ROUNDING), *wanted]:
+        plan = planning.uniform(source.weights, contest.target, formats.get(fmt), keep, method if maker == OURS else "rtn")
+        bits[fmt] = plan.bits_per_weight
+        contest.add(f"{fmt} {maker}", plan, maker)
+
+    def rows(measured: Mapping[str, MeasuredLogits]) -> Iterator[FormatRow]:
+        for fmt, maker in wanted:
+            yield FormatRow(fmt, maker, bits[fmt], paired(measured[f"{fmt} {maker}"], measured[f"{fmt} {PEER}"]))
+
+    return contest.judged(rows)

@@ -1,0 +1,229 @@
+"""Statistics, one block of the model at a time: forward through all blocks, then backward through them, recomputing each.
+
+In memory are the weights of one block, its statistics, and a batch; beyond a limit, statistics and hidden states are in mapped files. The
+statistics of a block and the hidden states that the next one reads are cached as soon as the block is done: a run that was killed resumes
+at the next block.
+
+The backward pass starts from labels drawn from the model's own predictions: the squared gradient of such a loss is, in expectation, the
+second derivative of the KL divergence to the model itself, which is what quantization will cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fewbits.calibration import folder
+from fewbits.calibration.recorders import (
+    GradientRecorder,
+    Gradients,
+    InputRecorder,
+    KvRecorder,
+    Watched,
+    counting_experts,
+    finished,
+    watched,
+)
+from fewbits.model.walk import Walk, batches
+from fewbits.progress import silent
+from fewbits.store.cache import hash_of
+from fewbits.store.heap import return_free_memory
+
+if TYPE_CHECKING:
+    from fewbits.calibration.statistics import InputStatistics
+    from fewbits.model.blocks import Blocks
+    from fewbits.progress import Progress
+    from fewbits.store.cache import Cache, Result
+    from fewbits.store.mapped import Room
+
+    Sites = dict[str, tuple[InputStatistics, list[str]]]  # by name: what was read there, and by which weights
+
+STEPS = ("input", "hidden", "gradient", "back")  # of the cache
+_SEED = 0  # of the labels
+
+
+class _Enough(Exception):  # noqa: N818 - not an error: the input of the output matrix was seen, and no logits are needed
+    pass
+
+
+class Collector:
+    """Two passes over the samples. Each yields one block's results at a time, from the cache or computed now.
+
+    On disk are the inputs of all blocks until the backward pass is through with them; without gradients, those of one block.
+    """
+
+    def __init__(
+        self, blocks: Blocks, samples: Sequence[Sequence[int]], room: Room, cache: Cache, *, hessians: bool, gradients: bool
+    ) -> None:
+        self.blocks, self.hessians, self.gradients = blocks, hessians, gradients
+        self.usage: dict[str, Tensor] = {}  # per embedding: how often each row was looked up
+        self._cache = cache.of(source=blocks.model.fingerprint, text=hash_of(samples), hessians=hessians, gradients=gradients, seed=_SEED)
+        self._walk = Walk(blocks, batches(samples), room)
+        with self._counting_lookups():
+            self._entered = self._walk.enter()
+        self._output = room.new(self._entered.shape)  # of the block at hand, until it is in the cache
+
+    def blocks_in_cache(self) -> int:
+        """Of how many blocks all statistics are in the cache."""
+        kinds = ("input", "gradient") if self.gradients else ("input",)
+        return sum(all(self._cache.has(kind, block=block) for kind in kinds) for block in range(len(self.blocks)))
+
+    def forward(self, progress: Progress[int]) -> Iterator[tuple[int, Result]]:
+        """(block, its inputs: values `readers` by site and `experts`), first to last; then the output matrix as block len(blocks)."""
+        count = len(self.blocks)
+        for index in progress(range(count), count, "statistics, forward"):
+            yield index, self._cache.find("input", block=index) or self._forward(index)
+            if not self.gradients:
+                self._cache.drop("hidden", block=index)
+            return_free_memory()
+        yield count, self._cache.find("input", block=count) or self._keep_inputs(count, self._output_sites(), {}, {})
+
+    def backward(self, progress: Progress[int]) -> Iterator[tuple[int, Result]]:
+        """(block, the gradients of its weights), last to first; the output matrix as number len(blocks)."""
+        count = len(self.blocks)
+        yield count, self._cache.find("gradient", block=count) or self._from_labels(progress)
+        for index in progress(reversed(range(count)), count, "statistics, backward"):
+            yield index, self._cache.find("gradient", block=index) or self._backward(index)
+            self._cache.drop("back", block=index + 1)
+            self._cache.drop("hidden", block=index + 1)
+            return_free_memory()
+
+    def at_embeddings(self) -> dict[str, Gradients]:
+        """The gradients of what was looked up, after the backward pass."""
+        gradient, gradients = self._back(0), {}
+        for weight in self.blocks.outer_weights:
+            if weight.kind == "embedding" and weight.shape[1] == gradient.shape[1]:
+                gradients[weight.name] = Gradients.of(weight, self.hessians)
+                for batch in self._walk.batches:
+                    g = batch.view(gradient)
+                    gradients[weight.name].add(g, g.new_ones(*batch.ids.shape, 1), batch.half)
+        return gradients
+
+    def _hidden(self, index: int) -> Tensor:
+        """What this block reads. If its file is gone or damaged, the block before is run again."""
+        if index == 0:
+            return self._entered
+        if self._cache.find("hidden", block=index) is None:
+            self._forward(index - 1)
+        return self._state("hidden", index)
+
+    def _back(self, index: int) -> Tensor:
+        """The gradient of the loss at this block's input; at len(blocks), at the last block's output."""
+        if self._cache.find("back", block=index) is None:
+            self._backward(index) if index < len(self.blocks) else self._from_labels(silent)
+        return self._state("back", index)
+
+    def _state(self, kind: str, index: int) -> Tensor:
+        result = self._cache.find(kind, block=index)
+        assert result is not None, "it was just computed"
+        return result.tensors["state"]
+
+    def _forward(self, index: int) -> Result:
+        hidden = self._hidden(index)
+        recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), self.hessians, self._walk.room.rest().new)
+        kv, experts = KvRecorder(), dict[str, Tensor]()
+        with (
+            self._walk.block(index) as block,
+            recorder.attached(),
+            counting_experts(block.module, self.blocks.prefix(index), experts),
+        ):
+            block.run(hidden, self._output, recorder.next_batch, kv)
+        self._cache.keep("hidden", {}, {"state": self._output}, block=index + 1)
+        return self._keep_inputs(index, finished(recorder), kv.ranges, experts)
+
+    def _keep_inputs(self, block: int, sites: Sites, kv: dict[str, Tensor], experts: dict[str, Tensor]) -> Result:
+        tensors = folder.packed({name: folder.input_fields(statistics) for name, (statistics, _) in sites.items()} | {"kv": kv})
+        readers = {name: readers for name, (_, readers) in sites.items()}
+        counts = {name: tokens.tolist() for name, tokens in experts.items()}
+        return self._cache.keep("input", {"readers": readers, "experts": counts}, tensors, block=block)
+
+    def _backward(self, index: int) -> Result:
+        hidden, gradient = self._hidden(index), self._back(index + 1)
+        weights = self.blocks.weights(index)
+        recorder = GradientRecorder(watched(self.blocks, weights), weights, self.hessians, self._walk.room.rest().new)
+        with self._walk.block(index) as block, recorder.attached(), torch.enable_grad():
+            for batch in self._walk.batches:
+                recorder.next_batch(batch)
+                x = batch.view(hidden).detach().requires_grad_()
+                (back,) = torch.autograd.grad(block.call(batch, x), x, batch.view(gradient))
+                batch.view(self._output).copy_(back)
+        return self._keep_gradients(index, recorder)
+
+    def _keep_gradients(self, block: int, recorder: GradientRecorder) -> Result:
+        self._cache.keep("back", {}, {"state": self._output}, block=block)
+        fields = {name: vars(gradients) for name, gradients in recorder.gradients.items()}
+        return self._cache.keep("gradient", {}, folder.packed(fields), block=block)
+
+    @torch.no_grad()
+    def _output_sites(self) -> Sites:
+        modules, hidden = self._output_modules(), self._hidden(len(self.blocks))
+        recorder = InputRecorder(Watched(modules), self.hessians, self._walk.room.rest().new)
+
+        def enough(*_: Any) -> None:
+            raise _Enough
+
+        with recorder.attached():
+            handles = [module.register_forward_pre_hook(enough) for module in modules.values()]
+            for batch in self._walk.batches:
+                recorder.next_batch(batch)
+                with suppress(_Enough):
+                    self.blocks.leave(batch.view(hidden))
+            for handle in handles:
+                handle.remove()
+        return finished(recorder)
+
+    def _from_labels(self, progress: Progress[Any]) -> Result:
+        """The gradient of the loss at the last block's output. One sample at a time: logits are wide."""
+        modules, hidden = self._output_modules(), self._hidden(len(self.blocks))
+        weights = [weight for weight in self.blocks.outer_weights if weight.name in modules]
+        recorder = GradientRecorder(Watched(modules), weights, self.hessians, self._walk.room.rest().new)
+        generator = torch.Generator().manual_seed(_SEED)
+        with recorder.attached(), torch.enable_grad():
+            for batch in progress(self._walk.batches, len(self._walk.batches), "statistics, loss"):
+                for sample in batch.split(1):
+                    recorder.next_batch(sample)
+                    x = sample.view(hidden).requires_grad_()
+                    logits = self.blocks.leave(x)
+                    (back,) = torch.autograd.grad(logits, x, loss_gradient(logits.detach(), generator))
+                    sample.view(self._output).copy_(back)
+        return self._keep_gradients(len(self.blocks), recorder)
+
+    def _output_modules(self) -> dict[str, nn.Module]:
+        """Outer matrices that multiply: a separate output matrix, or the second role of a tied embedding."""
+        modules = {}
+        for weight in self.blocks.outer_weights:
+            path = weight.tied_to if weight.kind == "embedding" else weight.name
+            if path is not None and weight.expert is None and weight.kind != "convolution":
+                modules[weight.name] = self.blocks.submodule(path)
+        return modules
+
+    @contextmanager
+    def _counting_lookups(self) -> Iterator[None]:
+        handles = []
+        for weight in self.blocks.outer_weights:
+            if weight.kind != "embedding":
+                continue
+
+            def see(_: nn.Module, inputs: tuple[Any, ...], name: str = weight.name, rows: int = weight.shape[0]) -> None:
+                seen = torch.bincount(inputs[0].flatten(), minlength=rows)
+                self.usage[name] = self.usage.get(name, torch.zeros(rows, dtype=torch.int64)) + seen
+
+            handles.append(self.blocks.submodule(weight.name).register_forward_pre_hook(see))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def loss_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """d(-log p(label)) / d logits, with one label per position drawn from p. logits (1, length, vocabulary)."""
+    p = logits.float().softmax(-1)
+    cumulative = p.cumsum(-1)
+    place = torch.rand(p.shape[:-1], generator=generator).unsqueeze(-1) * cumulative[..., -1:]
+    label = torch.searchsorted(cumulative, place).clamp_(max=p.shape[-1] - 1)
+    return p.scatter_add_(-1, label, torch.full_like(place, -1.0))

@@ -1,0 +1,248 @@
+"""`fewbits bench`: measurements against peers and limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from fewbits.cli import bench_gpu
+from fewbits.cli.options import Calibration, HeldOut, Json, ModelArg, Samples, Stats, Tokens, names_of
+from fewbits.cli.output import progress_for, show
+from fewbits.errors import InputError
+
+FormatNames = Annotated[
+    list[str] | None, typer.Option("--format", "--formats", help="A format, or several with commas. Default: the usual dozen.")
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="For everybody. Default: torch's.")]
+Peers = Annotated[bool, typer.Option("--peers", help="Time other libraries too, in turn with fewbits.")]
+Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Turns that each contender gets.")]
+OneShape = Annotated[str, typer.Option("--shape", metavar="KxN", help="Columns x rows of the weight.")]
+Work = Annotated[Path, typer.Option("-o", "--out", help="Folder for files and measurements: a run that was stopped goes on from it.")]
+
+bench = typer.Typer(no_args_is_help=True, help="Measurements against peers and limits, as ratios in one run.")
+
+
+@bench.command()
+def quality(
+    model: ModelArg,
+    out: Work,
+    data: Calibration = None,
+    held_out: HeldOut = None,
+    stats: Stats = None,
+    formats: Annotated[str, typer.Option("--formats", help="GGUF formats, with commas.")] = "q4_0,q4_1,q5_0,iq4_nl",
+    guard: Annotated[str, typer.Option("--guard", help="Of these, the ones to make with the plain Hessian too.")] = "q4_0",
+    samples: Samples = 64,
+    tokens: Tokens = 40960,
+    method: Annotated[str, typer.Option("--method", help="Ours: auto, gptq or rtn.")] = "auto",
+    whole: Annotated[bool, typer.Option("--whole", help="Quantize the embedding too, instead of keeping it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Same bytes, in llama.cpp: KL of its own quantizer with an importance matrix, ours, and ours with the plain Hessian."""
+    from fewbits.benchmarks.quality.contest import Texts
+    from fewbits.benchmarks.quality.same_bytes import quality as run
+    from fewbits.benchmarks.tables import quality as tables
+
+    texts, keep = Texts(data or (), held_out or (), stats, samples, tokens), () if whole else ("embed|wte|lm_head=keep",)
+    result = run(model, out, texts, formats.split(","), guard.split(","), method, keep, progress_for(as_json, False))
+    show(result, tables.formats, as_json)
+
+
+@bench.command()
+def plans(
+    model: ModelArg,
+    out: Work,
+    data: Calibration = None,
+    held_out: HeldOut = None,
+    stats: Stats = None,
+    mixes: Annotated[str, typer.Option("--mixes", help="llama.cpp's mixes to compare with.")] = "q4_k_m,iq4_xs,q3_k_m,q4_0,q2_k",
+    samples: Samples = 64,
+    tokens: Tokens = 40960,
+    as_json: Json = False,
+) -> None:
+    """Same bytes, in llama.cpp: its own mixes with its own quantizer, that quantizer with our allocation, and ours."""
+    from fewbits.benchmarks.quality.contest import Texts
+    from fewbits.benchmarks.quality.plans import plans as run
+    from fewbits.benchmarks.tables import quality as tables
+
+    texts = Texts(data or (), held_out or (), stats, samples, tokens)
+    show(run(model, out, texts, mixes.split(","), progress_for(as_json, False)), tables.mixes, as_json)
+
+
+@bench.command()
+def cost(
+    model: ModelArg,
+    data: Calibration = None,
+    samples: Samples = 64,
+    format: Annotated[str, typer.Option("--format", help="For the last step.")] = "q4_0",
+    method: Annotated[str, typer.Option("--method", help="For the last step.")] = "gptq",
+    as_json: Json = False,
+) -> None:
+    """Time of statistics and of quantizing, in forward passes over the same text, and peak memory."""
+    from fewbits.benchmarks.scale.cost import cost as run
+    from fewbits.benchmarks.tables import scale as tables
+
+    result = run(model, data=data or (), samples=samples, format=format, method=method, progress=progress_for(as_json, False))
+    show(result, tables.cost, as_json)
+
+
+@bench.command()
+def kernels(
+    format: FormatNames = None,
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", metavar="KxN", help="Columns x rows of a weight. Default: four of real models.")
+    ] = None,
+    rows: Annotated[list[int] | None, typer.Option("--rows", min=1, help="Rows of x (tokens). Default: 1, 8, 64 and 512.")] = None,
+    threads: Threads = None,
+    peers: Peers = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Time the products that keep x in float32 too.")] = False,
+    rounds: Rounds = 7,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Folder for results.json and roofline.svg.")] = None,
+    backend: Annotated[Literal["cpu", "triton"], typer.Option("--backend", help="cpu, or triton: the kernels for GPUs.")] = "cpu",
+    compile_only: Annotated[
+        bool, typer.Option("--compile-only", help="Triton's: compile for every GPU and read the code; none is needed.")
+    ] = False,
+    architecture: Annotated[
+        list[str] | None, typer.Option("--architecture", help="For --compile-only: sm_80 ... gfx1100. Default: all.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Products with packed weights: time, GB/s, GOP/s, and their share of what this machine can do, measured in the same run.
+
+    --peers: beside ggml, onnxruntime and torch. All formats and shapes with peers take about half an hour on two cores and 6 GB of memory;
+    --format, --shape and --rows (each more than once) ask for less.
+    """
+    from fewbits.benchmarks import shapes as usual
+
+    if compile_only:
+        bench_gpu.compile_only(_names(format), architecture or (), as_json)
+    shapes = usual.shapes_of(shape) if shape else usual.SHAPES
+    if backend == "triton":
+        bench_gpu.timed(_names(format) or ("int4_g128", "q4_k", "q6_k", "q8_0"), [(n, k) for k, n in shapes], rows or usual.ROWS, as_json)
+    from fewbits.benchmarks.speed.kernels import Settings, bench_kernels
+    from fewbits.benchmarks.tables import roofline, speed
+
+    settings = Settings(_names(format) or usual.FORMATS, shapes, rows or usual.ROWS, threads, peers, exact, rounds)
+    result = bench_kernels(settings, progress_for(as_json, False))
+    if out:
+        roofline.write(result, out)
+    show(result, speed.kernels, as_json)
+
+
+@bench.command()
+def quantize(
+    format: FormatNames = None,
+    shape: OneShape = "4096x256",
+    threads: Threads = None,
+    peers: Peers = False,
+    rounds: Rounds = 5,
+    as_json: Json = False,
+) -> None:
+    """Rounding weights to a format, with and without importance: million weights per second and weighted error. --peers: beside ggml."""
+    from fewbits.benchmarks import shapes
+    from fewbits.benchmarks.speed.quantize import FORMATS, bench_quantize
+    from fewbits.benchmarks.tables import speed
+
+    k_n = shapes.shapes_of([shape])[0]
+    result = bench_quantize(_names(format) or FORMATS, k_n, threads, peers, rounds, progress_for(as_json, False))
+    show(result, speed.quantizers, as_json)
+
+
+@bench.command()
+def dequantize(
+    format: FormatNames = None,
+    shape: OneShape = "4096x4096",
+    threads: Threads = None,
+    peers: Peers = False,
+    rounds: Rounds = 15,
+    as_json: Json = False,
+) -> None:
+    """Packed weights back to float32: billion weights per second. --peers: beside ggml."""
+    from fewbits.benchmarks import shapes
+    from fewbits.benchmarks.speed.dequantize import FORMATS, bench_dequantize
+    from fewbits.benchmarks.tables import speed
+
+    k_n = shapes.shapes_of([shape])[0]
+    result = bench_dequantize(_names(format) or FORMATS, k_n, threads, peers, rounds, progress_for(as_json, False))
+    show(result, speed.decoders, as_json)
+
+
+@bench.command()
+def decode(
+    artifact: Annotated[
+        Path | None, typer.Option("--artifact", help="A fewbits artifact of the Llama family. Default: 1.1 billion random weights.")
+    ] = None,
+    format: Annotated[str, typer.Option("--format", help="Of the random weights.")] = "q4_k",
+    prompt: Annotated[int, typer.Option("--prompt", min=1, max=1024, help="Tokens of the prompt, and before those timed.")] = 512,
+    threads: Threads = None,
+    peers: Peers = False,
+    rounds: Rounds = 7,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second of a whole model: one at a time, and as a prompt. --peers: beside llama.cpp, with the same weights."""
+    from fewbits.artifact import Artifact
+    from fewbits.benchmarks.speed.decode import bench_decode
+    from fewbits.benchmarks.tables import speed
+
+    opened = Artifact(artifact) if artifact else None
+    result = bench_decode(format, opened, prompt, threads, peers, rounds, progress_for(as_json, False))
+    show(result, speed.tokens, as_json)
+
+
+@bench.command()
+def scale(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for scaling.json and scaling.svg, and for the models meanwhile.")],
+    sizes: Annotated[str, typer.Option("--sizes", help="Billion weights, with commas; blocks stay the same.")] = "0.1,0.3,1,3",
+    widths: Annotated[str, typer.Option("--widths", help="Hidden sizes of more models of 0.3 billion, with commas.")] = "1024,3072",
+    samples: Samples = 4,
+    tokens: Tokens = 256,
+    formats: Annotated[str, typer.Option("--formats", help="Formats to choose from, with commas.")] = "q3_k,q5_k,q6_k",
+    method: Annotated[str, typer.Option("--method", help="rtn; auto and gptq take four times as long.")] = "rtn",
+    as_json: Json = False,
+) -> None:
+    """Peak memory and time of a whole run against the size of the model, random weights: flat and linear if a block bounds them."""
+    from fewbits.benchmarks.scale import sizes as models
+    from fewbits.benchmarks.tables import scale as tables
+
+    run = models.Run(samples=samples, tokens=tokens, formats=formats, method=method)
+    billions, hidden = numbers_of(sizes, "--sizes"), [int(width) for width in numbers_of(widths, "--widths", "1024,3072")]
+    show(models.scale(out, billions, hidden, run, progress_for(as_json, False)), tables.table, as_json)
+
+
+@bench.command()
+def workers(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for workers.json and workers.svg, and for the model meanwhile.")],
+    workers: Annotated[str, typer.Option("--workers", help="Numbers of workers, with commas.")] = "1,2,4",
+    hidden: Annotated[int, typer.Option("--hidden", min=256, help="Width of the model, a multiple of 1024.")] = 1024,
+    blocks: Annotated[int, typer.Option("--blocks", min=1, help="Blocks of the model.")] = 4,
+    executor: Annotated[str, typer.Option("--executor", help="local or ray.")] = "local",
+    paper: Annotated[bool, typer.Option("--paper", help="Instead: what 405 billion weights cost, from the workers.json there.")] = False,
+    cores: Annotated[int, typer.Option("--cores", min=1, help="On paper: processors of a worker.")] = 32,
+    as_json: Json = False,
+) -> None:
+    """Speed-up against workers of one thread each, on a model of random weights; or, on paper, 1, 8 and 64 workers for 405 billion."""
+    from fewbits.benchmarks.scale.projection import project
+    from fewbits.benchmarks.scale.workers import bench_workers, shape_of
+    from fewbits.benchmarks.tables import workers as tables
+
+    if paper:
+        show(project(out / "workers.json", cores=cores), tables.projection, as_json)
+        return
+    counts = [int(number) for number in numbers_of(workers, "--workers", "1,2,4")]
+    result = bench_workers(out, counts, shape_of(hidden, blocks), executor=executor, progress=progress_for(as_json, False))
+    show(result, tables.table, as_json)
+
+
+def numbers_of(text: str, option: str, example: str = "0.1,0.3") -> list[float]:
+    try:
+        numbers = [float(name) for name in names_of(text)]
+    except ValueError:
+        numbers = [-1.0]
+    if any(not 0 < number < 1e6 for number in numbers):
+        raise InputError(f"`{option} {text}` is not a list of sensible numbers", f"for example {example}")
+    return numbers
+
+
+def _names(texts: list[str] | None) -> list[str]:
+    return [name for text in texts or () for name in names_of(text)]

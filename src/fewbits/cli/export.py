@@ -1,0 +1,31 @@
+"""`fewbits export`: an artifact to a file for a runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fewbits.cli.options import Json, Quiet, SplitSize, To, split_bytes
+from fewbits.cli.output import progress_for, show_json
+
+
+def export(
+    artifact: Annotated[Path, typer.Argument(help="A fewbits artifact folder.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="File (or folder) to write.")],
+    to: To = None,
+    split_size: SplitSize = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """One artifact, any target that accepts its formats."""
+    from fewbits.inspection.sizes import size_of
+    from fewbits.reporting.terminal import console, size
+    from fewbits.targets.export import export as run
+
+    path = run(artifact, out, to=to, split=split_bytes(split_size), progress=progress_for(as_json, quiet))
+    if as_json:
+        show_json({"file": str(path), "bytes": size_of(path)})
+    elif not quiet:
+        console.print(f"wrote {path} ({size(size_of(path))})")

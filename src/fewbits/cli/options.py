@@ -1,0 +1,91 @@
+"""Options that several verbs take, and how their texts are read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from fewbits.errors import InputError
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No tables and no progress.")]
+ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a hub id.")]
+Data = Annotated[list[Path] | None, typer.Option("--data", help="Held-out text (UTF-8). Default: the embedded text.")]
+Calibration = Annotated[
+    list[str] | None, typer.Option("--data", help="Text to calibrate with: text, JSONL, Parquet, a folder, or - (stdin).")
+]
+Stats = Annotated[Path | None, typer.Option("--stats", help="Statistics that `fewbits calibrate` wrote, instead of new ones.")]
+HeldOut = Annotated[list[Path] | None, typer.Option("--held-out", help="Text to judge on. Default: a part of --data that is set aside.")]
+Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples to calibrate with, at most.")]
+Memory = Annotated[
+    str, typer.Option("--memory", help="For hidden states; what is beyond goes to disk. Experts that exceed it are read one by one.")
+]
+Executor = Annotated[
+    str, typer.Option("--executor", help="Who works: local (this process), local:4 (so many processes), ray, or ray://HOST:PORT.")
+]
+Store = Annotated[
+    str | None, typer.Option("--store", help="Where workers that share no folder leave results: s3://bucket/folder, or what fsspec knows.")
+]
+Shards = Annotated[int, typer.Option("--shards", min=1, help="Parts of the samples to calibrate apart, each by one worker, and add up.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Start anew, without what an earlier run of this output had finished.")]
+Seed = Annotated[int, typer.Option("--seed", help="Which samples are drawn.")]
+MaxKl = Annotated[float | None, typer.Option("--max-kl", help="Fail above this mean KL divergence.")]
+MinAgreement = Annotated[float | None, typer.Option("--min-agreement", help="Fail below this share of equal top tokens.")]
+MaxPplRatio = Annotated[float | None, typer.Option("--max-ppl-ratio", help="Fail above this perplexity ratio.")]
+MinCosine = Annotated[float | None, typer.Option("--min-cosine", help="Of encoders and .onnx files: fail below this mean cosine.")]
+MaxError = Annotated[float | None, typer.Option("--max-error", help="Of .onnx files: fail above this relative error of an output.")]
+Size = Annotated[str | None, typer.Option("--size", help="4.5bpw (all weights), 3.2GB (the file), or q4_k_m: llama.cpp's mix so named.")]
+To = Annotated[
+    str | None, typer.Option("--to", help="gguf, onnx, onnx-genai, safetensors or fewbits. Default: by the output's name, or gguf.")
+]
+SplitSize = Annotated[str | None, typer.Option("--split-size", help="GGUF in a folder of files of at most so much, such as 2GB.")]
+Fits = Annotated[
+    str | None,
+    typer.Option("--fits", metavar="DEVICE", help="Memory that weights and KV cache must fit: 8GB, or a device such as rtx4090."),
+]
+Context = Annotated[int | None, typer.Option("--context", min=1, help="Tokens of context that --fits leaves room for. Default: 4096.")]
+Formats = Annotated[str | None, typer.Option("--formats", help="Formats to choose from, separated by commas.")]
+Override = Annotated[
+    list[str] | None,
+    typer.Option("--override", help="REGEX=FORMAT (or keep) for the weights it matches; >= FORMAT: no fewer bits, <= FORMAT: no more."),
+]
+Strategy = Annotated[str, typer.Option("--strategy", help="solve (the best plan), or threshold (4, 8 or 16 bits), to compare.")]
+Together = Annotated[
+    list[str] | None, typer.Option("--together", help="REGEX: weights it matches with the same text in its groups share a format.")
+]
+MinSpeed = Annotated[float | None, typer.Option("--min-speed", min=0, help="Tokens per second that the plan must be predicted to reach.")]
+Bandwidth = Annotated[str, typer.Option("--bandwidth", help="What the memory reads, for the forecast of speed.")]
+Length = Annotated[int | None, typer.Option("--length", min=2, help="Tokens in a window. Default: 512, or what the model takes.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="About how many tokens to judge on (whole windows).")]
+Offline = Annotated[bool, typer.Option("--offline", help="Never download.")]
+
+
+def names_of(text: str | None) -> list[str]:
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def length_of(text: str | None) -> int | Literal["data"] | None:
+    if text is None or text == "data":
+        return "data" if text else None
+    if not text.isdigit() or int(text) < 2:
+        raise InputError(f"`--length {text}` is not a length", "a number of tokens from 2 up, or `data`")
+    return int(text)
+
+
+def lengths_of(text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise InputError(f"`--lengths {text}` is not a list of lengths", "for example 128,512")
+    return [int(number) for number in text.split(",")]
+
+
+def bytes_of(text: str, option: str = "--memory") -> int:
+    from fewbits.devices.units import parse_memory
+
+    return parse_memory(text, option)
+
+
+def split_bytes(text: str | None) -> int | None:
+    return None if text is None else bytes_of(text, "--split-size")

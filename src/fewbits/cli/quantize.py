@@ -1,0 +1,95 @@
+"""`fewbits quantize`: a checkpoint to a verified file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fewbits.cli import onnx, options
+from fewbits.cli.output import note_default_text, progress_for, show
+
+
+def quantize(
+    model: options.ModelArg,
+    out: Annotated[Path, typer.Option("-o", "--out", help="File (or folder) to write.")],
+    to: options.To = None,
+    size: options.Size = None,
+    fits: options.Fits = None,
+    context: options.Context = None,
+    format: Annotated[str | None, typer.Option("--format", help="One format for all weights.")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="A plan.json, as written or edited by hand.")] = None,
+    override: options.Override = None,
+    formats: options.Formats = None,
+    together: options.Together = None,
+    min_speed: options.MinSpeed = None,
+    bandwidth: options.Bandwidth = "30GB/s",
+    strategy: options.Strategy = "solve",
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Plans to try at most, until an accuracy is met.")] = 5,
+    method: Annotated[str, typer.Option("--method", help="How codes are chosen: auto (what measures best), gptq or rtn.")] = "auto",
+    data: options.Calibration = None,
+    held_out: options.HeldOut = None,
+    stats: options.Stats = None,
+    samples: options.Samples = 512,
+    seed: options.Seed = 0,
+    rewrite: Annotated[
+        str, typer.Option("--rewrite", help="Rescale channels first, leaving the function as it is: none, auto, awq or smoothquant.")
+    ] = "none",
+    tune: Annotated[
+        int, typer.Option("--tune", min=0, help="Then tune scales on each block's output for so many steps; 200 is usual.")
+    ] = 0,
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Take each block's statistics after the blocks before it were quantized.")
+    ] = False,
+    activations: Annotated[str, typer.Option("--activations", help="none, int8, fp8, and :static after either.")] = "none",
+    kv: Annotated[str | None, typer.Option("--kv", help="Format of the KV cache: int8, int4, fp8.")] = None,
+    memory: options.Memory = "1GB",
+    max_kl: options.MaxKl = None,
+    min_agreement: options.MinAgreement = None,
+    max_ppl_ratio: options.MaxPplRatio = None,
+    length: options.Length = None,
+    tokens: options.Tokens = 16384,
+    min_cosine: options.MinCosine = None,
+    max_error: options.MaxError = None,
+    split_size: options.SplitSize = None,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Write the file without running it.")] = False,
+    executor: options.Executor = "local",
+    store: options.Store = None,
+    shards: options.Shards = 1,
+    fresh: options.Fresh = False,
+    offline: options.Offline = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """A checkpoint to a quantized file, verified in the runtime that it is meant for. Or a float .onnx file to a packed one."""
+    if model.lower().endswith(".onnx"):
+        refused = {
+            "--size": size, "--fits": fits, "--kv": kv, "--stats": stats, "--rewrite": rewrite != "none", "--tune": tune, "--to": to,
+            "--sequential": sequential, "--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio,
+            "--held-out": held_out, "--formats": formats, "--together": together, "--split-size": split_size,
+            "--executor": executor != "local", "--store": store, "--shards": shards > 1,
+        }  # fmt: skip
+        onnx.quantize(
+            model, out, refused, as_json, quiet, format=format, plan=plan, override=override or (), method=method, activations=activations,
+            data=data or (), samples=samples, seed=seed, min_cosine=min_cosine, max_error=max_error, no_verify=no_verify,
+        )  # fmt: skip
+    onnx.refuse_max_error(max_error)
+    from fewbits.pipeline import quantize as run
+    from fewbits.planning.speed import parse_bandwidth
+    from fewbits.reporting.terminal import quantized
+
+    text_given = {"calibrated": data or stats or method == "rtn", "judged": data or held_out or no_verify}
+    if not (all(text_given.values()) or as_json or quiet):
+        note_default_text(model, " and ".join(step for step, given in text_given.items() if not given))
+    result = run(
+        model, out, to=to, split=options.split_bytes(split_size), size=size, fits=fits, context=context, format=format, plan=plan,
+        override=override or (), formats=options.names_of(formats), together=together or (), min_speed=min_speed,
+        bandwidth=parse_bandwidth(bandwidth), strategy=strategy, rounds=rounds, method=method, data=data or (), held_out=held_out or (),
+        stats=stats, samples=samples, seed=seed, rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv,
+        memory=options.bytes_of(memory), max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, min_cosine=min_cosine,
+        length=length, tokens=tokens, no_verify=no_verify, executor=executor, store=store, shards=shards, fresh=fresh, offline=offline,
+        progress=progress_for(as_json, quiet),
+    )  # fmt: skip
+    show(result, quantized.show, as_json, quiet)
+    raise typer.Exit(0 if result.verdict is None or result.verdict.passed else 1)

@@ -1,0 +1,31 @@
+"""Sizes as people write them: `8GB`, `512MiB`."""
+
+from __future__ import annotations
+
+import math
+import re
+from decimal import Decimal
+from fractions import Fraction
+
+from fewbits.errors import InputError
+
+_UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    f"{letter}{binary}B": (1024 if binary else 1000) ** power for power, letter in enumerate("KMGT", start=1) for binary in ("", "I")
+}
+_EXAMPLES = "for example `8GB`, `900MiB` or `8000000000`"
+
+
+def parse_memory(text: str, option: str = "--fits", hint: str = _EXAMPLES) -> int:
+    """Bytes from `8GB` (10^9), `512MiB` (2^20) or `8000000000`. Fractions of a byte round down, so that a budget is never exceeded."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) *([KMGT]?i?B|)", text.strip(), re.IGNORECASE | re.ASCII)
+    if not match:
+        raise InputError(f"`{option} {text}` is not a number of bytes", hint)
+    number = Fraction(Decimal(match[1]))
+    if number == 0:
+        raise InputError(f"`{option} {text}` is nothing", hint)
+    if not match[2] and (number < 1000 or number.denominator != 1):
+        raise InputError(f"`{option} {text}` has no unit", f"did you mean `{match[1]}GB`?")
+    nbytes = math.floor(number * _UNITS[match[2].upper()])
+    if nbytes == 0:
+        raise InputError(f"`{option} {text}` is less than a byte", hint)
+    return nbytes

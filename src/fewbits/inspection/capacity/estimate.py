@@ -1,0 +1,272 @@
+"""`fewbits fit`: the memory that each format of a model takes on a device, whether it fits, its speed, and changes that make it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fewbits import formats as known_formats
+from fewbits import planning, targets
+from fewbits.devices import catalogue, host
+from fewbits.devices.catalogue import Device
+from fewbits.errors import InputError
+from fewbits.formats.runtime import kv
+from fewbits.inspection.capacity import sources, speed
+from fewbits.inspection.capacity.speed import Range
+from fewbits.planning import footprint, recipes
+from fewbits.planning.constraints import listed
+from fewbits.planning.footprint import Memory, Use
+
+if TYPE_CHECKING:
+    from fewbits.formats import Format
+    from fewbits.inspection.capacity.sources import Source
+
+Verdict = Literal["fits", "tight", "does not fit"]
+CONTEXT = 4096
+FORMATS = ("fp16", "q8_0", "q6_k", "q5_k_m", "q5_k", "q4_k_m", "q4_k", "iq4_xs", "q3_k_m", "q3_k", "q2_k")
+STORED = "as stored"
+_TIGHT = 0.1  # of the total: measured memory is within this share of what is counted
+_STEP = 256  # tokens: llama.cpp's cache grows in such steps
+_CACHES = ("int8", "int4")
+
+
+@dataclass(frozen=True)
+class FormatFit:
+    """One format of the model on the device."""
+
+    format: str
+    bits_per_weight: float
+    memory: Memory
+    margin: int  # bytes left; negative: missing
+    verdict: Verdict
+    largest_context: int  # at most the context that the model was made for
+    decode: Range | None
+    prefill: Range | None
+    changes: tuple[str, ...] = ()  # each alone makes it fit
+    others: str = ""  # weights whose shape does not suit this format, and the formats they get
+
+    @property
+    def fits(self) -> bool:
+        return self.verdict != "does not fit"
+
+
+@dataclass(frozen=True)
+class Fit:
+    model: str
+    assumed: str
+    exact: bool  # the bytes of weights are those of the file, to the byte
+    parameters: int
+    device: Device
+    asked: bool  # the user named a device or a size
+    context: int
+    batch: int
+    kv: str
+    runtime: str
+    longest: int  # the context that the model was made for
+    rows: tuple[FormatFit, ...]
+    how: str = speed.HOW
+
+    @property
+    def passed(self) -> bool:
+        """Some format fits, or the user named no device."""
+        return not self.asked or any(row.fits for row in self.rows)
+
+    def to_dict(self) -> dict[str, object]:
+        content = asdict(self)
+        for row, fit in zip(content["rows"], self.rows, strict=True):
+            row["memory"]["total"] = fit.memory.total
+        return content | {"passed": self.passed}
+
+
+def fit(
+    model: str | Path | None = None,
+    *,
+    params: str | None = None,
+    device: str | None = None,
+    memory: str | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    kv: str = "float",
+    formats: str | Sequence[str] = (),
+    runtime: str = footprint.LLAMA_CPP,
+    offline: bool = False,
+) -> Fit:
+    """From a config or a header alone. Without a device or a memory: on this machine, as it is now. Without a context: 4096, or what the
+    model was made for if that is less."""
+    source = sources.find(model, params, offline)
+    place, asked = _place(device, memory)
+    use = _use(min(CONTEXT, source.longest) if context is None else context, batch, kv, runtime, place)
+    names = [name.lower() for name in listed(formats)]
+    sized = list(_sized(source, names))
+    judge = _Judge(source, use, place, sized)
+    return Fit(
+        model=source.name,
+        assumed=source.assumed,
+        exact=source.outline.exact,
+        parameters=source.outline.numbers + source.outline.kept,
+        device=place,
+        asked=asked,
+        context=use.context,
+        batch=batch,
+        kv=use.kv.name,
+        runtime=use.runtime,
+        longest=source.longest,
+        rows=tuple(judge.row(each) for each in sized),
+    )
+
+
+def _place(device: str | None, memory: str | None) -> tuple[Device, bool]:
+    if device is not None and memory is not None:
+        raise InputError("`--device` and `--memory` are two answers to one question", "give one of them")
+    if memory is not None:
+        return catalogue.memory(memory, "--memory"), True
+    if device is not None:
+        return catalogue.place(device, "--device"), True
+    return host.this(), False
+
+
+def _use(context: int, batch: int, cache: str, runtime: str, place: Device) -> Use:
+    use = Use(context, batch, kv.get(cache), runtime=footprint.runtime(runtime), reserved=place.reserves)
+    if use.runtime == footprint.FEWBITS and place.is_gpu:
+        raise InputError(f"fewbits' own runtime generates on CPUs, and `{place.name}` is a GPU", "leave `--runtime` out")
+    footprint.check(use)
+    return use
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A format of the model, in bytes."""
+
+    name: str
+    weights: int  # all tensors
+    read: float  # of them, for one token
+    bits: float
+    quantized: bool
+    others: str = ""
+
+
+def _sized(source: Source, names: list[str]) -> Iterator[Sized]:
+    if source.stored is not None and not names:
+        numbers = source.outline.numbers
+        share = sum(each.numbers * each.read for each in source.outline.matrices) / numbers
+        bits = 8 * (source.stored - 4 * source.outline.kept) / numbers
+        yield Sized(STORED, source.stored, source.stored * share, bits, quantized=bits < 15)
+    for name in names or FORMATS:
+        try:
+            yield _by_format(source, known_formats.get(name)) if name in known_formats.all() else _by_recipe(source, name)
+        except InputError:  # a mix that llama.cpp itself refuses for this shape
+            if names:
+                raise
+
+
+def _by_format(source: Source, fmt: Format) -> Sized:
+    """As `quantize --format` would write it: weights whose columns do not divide get the next format that fits."""
+    target = targets.get("gguf")
+    total, read, other = 4 * source.outline.kept, 4.0 * source.outline.kept, dict[str, int]()
+    priced = dict[tuple[int, int], tuple[int, str]]()
+    for each in source.outline.matrices:
+        shape = each.weight.shape
+        if shape not in priced:
+            entry = planning.priced(each.weight, target, fmt, "", "rtn")
+            priced[shape] = (entry.nbytes, entry.format)
+        nbytes, got = priced[shape]
+        total, read = total + each.count * nbytes, read + each.count * nbytes * each.read
+        if got != fmt.name:
+            other[got] = other.get(got, 0) + each.count
+    count = sum(each.count for each in source.outline.matrices)
+    told = ", ".join(f"{number} of {count} weights as {name}" for name, number in other.items())
+    return _made(source, fmt.name, total, read, fmt.levels is not None, told)
+
+
+def _by_recipe(source: Source, name: str) -> Sized:
+    mix = _recipe_name(name)
+    stored = {each.weight.name: each for each in source.outline.matrices}
+    names = None if source.outline.named_by_transformers else str  # else names are those of a GGUF, with `.weight` at their end
+    chosen = recipes.recipe(mix, [each.weight for each in stored.values()], source.config, names)
+    total, read = 4 * source.outline.kept, 4.0 * source.outline.kept
+    for weight, fmt in chosen.items():
+        each = stored[weight]
+        nbytes = each.count * fmt.nbytes(each.weight.shape)
+        total, read = total + nbytes, read + nbytes * each.read
+    return _made(source, mix, total, read, True, "")
+
+
+def _recipe_name(name: str) -> str:
+    try:
+        return recipes.check(name)
+    except InputError as failure:
+        raise InputError(
+            f"`{name}` is neither a format nor a mix of llama.cpp", f"`fewbits formats` lists formats; {failure.hint}"
+        ) from failure
+
+
+def _made(source: Source, name: str, total: int, read: float, quantized: bool, others: str) -> Sized:
+    bits = 8 * (total - 4 * source.outline.kept) / source.outline.numbers
+    return Sized(name, total, read, bits, quantized, others)
+
+
+@dataclass(frozen=True)
+class _Judge:
+    source: Source
+    use: Use
+    device: Device
+    sized: Sequence[Sized]
+
+    def row(self, sized: Sized) -> FormatFit:
+        counted = self._memory(sized, self.use)
+        margin = self.device.usable - counted.total
+        verdict: Verdict = "does not fit" if margin < 0 else "tight" if margin < _TIGHT * counted.total else "fits"
+        return FormatFit(
+            format=sized.name,
+            bits_per_weight=sized.bits,
+            memory=counted,
+            margin=margin,
+            verdict=verdict,
+            largest_context=self._context(sized, self.use),
+            decode=speed.decode(self.source.shape, sized.read, self.use, self.device),
+            prefill=speed.prefill(self._multiplied, sized.quantized, self.device),
+            changes=tuple(self._changes(sized)) if margin < 0 else (),
+            others=sized.others,
+        )
+
+    @cached_property
+    def _multiplied(self) -> float:
+        return sum(each.numbers * each.read for each in self.source.outline.matrices)
+
+    def _memory(self, sized: Sized, use: Use) -> Memory:
+        return footprint.memory(self.source.shape, sized.weights, use)
+
+    def _fits(self, sized: Sized, use: Use) -> bool:
+        return self._memory(sized, use).fits(self.device.usable)
+
+    def _context(self, sized: Sized, use: Use) -> int:
+        return footprint.largest_context(self.source.shape, sized.weights, self.device.usable, use, max(self.source.longest, use.context))
+
+    def _changes(self, sized: Sized) -> Iterator[str]:
+        """Single changes, the least felt first; if none is enough, a shorter context with a smaller cache."""
+        enough = False
+        smaller = [name for name in _CACHES if kv.get(name).bits < self.use.kv.bits]
+        for name in smaller:
+            if self._fits(sized, replace(self.use, kv=kv.get(name))):
+                yield f"{name} KV cache"
+                enough = True
+                break
+        lighter = [each for each in self.sized if each.weights < sized.weights and self._fits(each, self.use)]
+        if lighter:
+            yield f"{max(lighter, key=lambda each: each.weights).name} instead of {sized.name}"
+            enough = True
+        if length := _rounded(self._context(sized, self.use)):
+            yield f"context {length:,} instead of {self.use.context:,}"
+            enough = True
+        if not enough and smaller:
+            tiny = replace(self.use, kv=kv.get(smaller[-1]))
+            if length := _rounded(self._context(sized, tiny)):
+                yield f"context {length:,} with an {smaller[-1]} KV cache"
+
+
+def _rounded(context: int) -> int:
+    """A context worth offering; 0: too short for any use."""
+    return context // _STEP * _STEP

@@ -1,0 +1,212 @@
+"""`fewbits inspect`: a file or folder in; its tensors, types, sizes, metadata and the distribution of values out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits.errors import InputError
+from fewbits.model import checkpoints
+from fewbits.progress import silent
+from fewbits.store.untrusted import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.progress import Progress
+    from fewbits.targets.stored_tensor import StoredTensor
+
+_BINS = 12
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Values:
+    """The distribution of a tensor's values."""
+
+    min: float
+    max: float
+    mean: float
+    std: float
+    peak: float  # largest magnitude in standard deviations: one scale for all values would have to reach it
+    nonfinite: int
+    histogram: tuple[float, ...]  # share of values in 12 bins within 4 standard deviations of the mean, outliers in the end bins
+
+    @property
+    def picture(self) -> str:
+        top = max(self.histogram) or 1
+        return "".join(_BARS[math.ceil((len(_BARS) - 1) * share / top)] for share in self.histogram)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    nbytes: int
+    values: Values | None = None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    path: str
+    kind: str
+    nbytes: int  # on disk
+    metadata: dict[str, Any]
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self) | {"tensor_bytes": self.tensor_bytes}
+
+
+Loadable = tuple[TensorInfo, Callable[[], "Tensor"] | None]  # a tensor, and a function that loads its values if they are floats
+
+
+def inspect(path: str | Path, values: bool = True, progress: Progress[Loadable] = silent) -> Inspection:
+    """Reads headers; with `values` every tensor once, one at a time."""
+    path = Path(path)
+    if (path / "fewbits.json").is_file():
+        kind, metadata, tensors = _artifact(path)
+    elif (path / "genai_config.json").is_file():
+        from fewbits.targets.onnx_genai import contents
+
+        kind, metadata, stored = contents.contents(path)
+        tensors = [_info(each) for each in stored]
+    elif path.is_dir() and any(path.glob("*-00001-of-*.gguf")):
+        from fewbits.targets.gguf import first_part
+
+        kind, metadata, tensors = _gguf(first_part(path))
+    elif path.is_dir():
+        kind, metadata, tensors = _folder(path)
+    elif path.suffix.lower() == ".gguf":
+        kind, metadata, tensors = _gguf(path)
+    elif path.suffix.lower() == ".onnx":
+        kind, metadata, tensors = _onnx(path)
+    elif path.exists():
+        raise InputError(f"`{path}` is nothing that fewbits can look into", "give a model folder, a .gguf, an .onnx or a fewbits artifact")
+    else:
+        path = checkpoints.open(str(path)).path  # a hub id
+        kind, metadata, tensors = _folder(path)
+    size = sum(p.stat().st_size for p in path.iterdir() if p.is_file()) if path.is_dir() else path.stat().st_size
+    infos = []
+    for info, load in progress(tensors, len(tensors), "reading") if values else tensors:
+        infos.append(replace(info, values=distribution(load()) if values and load else None))
+    return Inspection(path.name, kind, size, metadata, tuple(infos))
+
+
+def distribution(tensor: Tensor) -> Values:
+    x = tensor.detach().float().flatten()
+    finite = x[x.isfinite()].double()
+    if not len(finite):
+        return Values(math.nan, math.nan, math.nan, math.nan, math.nan, len(x), (0.0,) * _BINS)
+    mean, std = float(finite.mean()), float(finite.std(correction=0))
+    counts = ((finite - mean) / (std or 1)).clamp(-3.999, 3.999).histc(_BINS, -4, 4)
+    shares = tuple(float(count) / len(finite) for count in counts)
+    peak = float(finite.abs().max())
+    return Values(float(finite.min()), float(finite.max()), mean, std, peak / std if std else 0.0, len(x) - len(finite), shares)
+
+
+def _artifact(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
+    from fewbits.artifact import Artifact
+
+    artifact = Artifact(path)
+    tensors: list[Loadable] = []
+    for weight in artifact.weights:
+        entry = artifact.plan[weight.name]
+        nbytes = sum(part.nbytes for part in artifact.parts(weight).values())
+        tensors.append((TensorInfo(weight.name, entry.format, weight.shape, nbytes), partial(artifact.decoded, weight)))
+    for name in artifact.rest:
+        tensor = artifact.tensor(name)
+        info = TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+        tensors.append((info, partial(artifact.tensor, name)))
+    said = asdict(artifact.provenance) | {"target": artifact.plan.target}
+    machine = said.pop("machine") or {}
+    return "fewbits artifact", said | {f"machine.{key}": value for key, value in machine.items()}, tensors
+
+
+def _info(stored: StoredTensor) -> Loadable:
+    return TensorInfo(stored.name, stored.type, stored.shape, stored.nbytes), stored.load
+
+
+def _folder(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
+    from fewbits.targets.compressed_tensors import contents
+
+    if contents.is_compressed(path):
+        return "compressed-tensors", read_json(path / "config.json", ""), [_info(each) for each in contents.contents(path)]
+    checkpoint = checkpoints.open(path)
+    itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}
+    tensors: list[Loadable] = []
+    for name in checkpoint.names():
+        shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
+        tensors.append((TensorInfo(name, dtype, shape, math.prod(shape) * itemsize[dtype]), partial(checkpoint.load, name)))
+    return "checkpoint", checkpoint.config.to_diff_dict(), tensors
+
+
+def _gguf(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
+    import gguf
+    import torch
+
+    from fewbits.model.gguf.checkpoint import open_reader
+
+    reader = open_reader(path)
+    metadata = {}
+    for key, entry in reader.fields.items():
+        try:
+            value = entry.contents()
+        except ValueError as failure:
+            raise InputError(f"`{key}` of `{path}` cannot be read: {failure}", "the file is damaged; fetch it again") from failure
+        metadata[key] = value if not isinstance(value, list) or len(value) <= 8 else f"[{len(value)} values]"
+
+    def load(tensor: Any) -> Tensor:
+        try:
+            return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        except (NotImplementedError, TypeError) as failure:
+            raise InputError(f"`{tensor.name}` is stored as {tensor.tensor_type.name}, which cannot be decoded", "update gguf") from failure
+
+    tensors: list[Loadable] = [
+        (
+            TensorInfo(t.name, t.tensor_type.name.lower(), tuple(int(n) for n in reversed(t.shape)), int(t.n_bytes)),
+            partial(load, t),
+        )
+        for t in reader.tensors
+    ]
+    return "gguf", metadata, tensors
+
+
+def _onnx(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
+    try:
+        import onnx
+    except ImportError:
+        from fewbits.errors import MissingError
+
+        raise MissingError("the `onnx` package is not here", "pip install 'fewbits[onnx]'") from None
+    import torch
+
+    from fewbits.model.onnx.graph import array_of, check_graph
+
+    check_graph(path)
+    try:
+        model = onnx.load(path)
+    except Exception as failure:
+        raise InputError(f"`{path}` cannot be read as ONNX: {failure}", "the file is truncated or damaged; fetch it again") from failure
+
+    def each() -> Iterator[Loadable]:
+        for tensor in model.graph.initializer:
+            array = array_of(tensor, path)
+            kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
+            is_float = array.dtype.kind == "f"
+            info = TensorInfo(tensor.name, kind, tuple(array.shape), array.nbytes)
+            yield info, partial(torch.from_numpy, array.astype("float32")) if is_float else None
+
+    metadata: dict[str, Any] = {prop.key: prop.value for prop in model.metadata_props}
+    metadata["operators"] = dict(sorted(Counter(node.op_type for node in model.graph.node).items()))
+    return "onnx", metadata, list(each())

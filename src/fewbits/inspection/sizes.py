@@ -1,0 +1,33 @@
+"""The size of a written file: on the disk, of its tensors, and in bits per weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fewbits.inspection.contents import inspect
+from fewbits.model.onnx import graph
+from fewbits.targets.onnx_genai import contents as onnx_genai
+
+if TYPE_CHECKING:
+    from fewbits.model import Model
+
+
+def tensor_bytes(path: Path) -> int:
+    """Read from the headers of the file."""
+    return inspect(path, values=False).tensor_bytes
+
+
+def bits_per_weight(path: Path, source: Model) -> float:
+    """Of the weights, as a plan counts them: without norms and biases, which are float32 in every target."""
+    elements = sum(rows * cols for rows, cols in (w.shape for w in source.weights))
+    if (path / "genai_config.json").is_file():  # it has rotary tables too
+        return 8 * onnx_genai.weight_bytes(path) / elements
+    rest = sum((4 if path.is_file() else tensor.element_size()) * tensor.numel() for tensor in map(source.tensor, source.rest))
+    return 8 * (tensor_bytes(path) - rest) / elements
+
+
+def size_of(path: Path) -> int:
+    if path.suffix.lower() == ".onnx" and path.is_file():  # its weights may be in a data file
+        return graph.size_of(path)
+    return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.iterdir())

@@ -1,0 +1,120 @@
+// panels.h with AVX2: maddubs multiplies unsigned bytes by signed ones and adds pairs in 16 bits, where they must not overflow.
+//
+// A pair of products is at most 2 * 127 * (2^bits - 1). So 16 bits hold the sum of 8 pairs of 4-bit weights, 4 pairs of 5-bit and
+// 2 pairs of 6-bit ones before it must be widened. 8-bit weights are signed and pass their sign to the activations: 2 * 127 * 128
+// fits. A tile is 16 weights (two registers of 8 lanes) by 3 or 4 rows of activations.
+#include <algorithm>
+
+#include "matmul/panels.h"
+#include "platform/avx2.h"
+
+#if defined(__x86_64__)
+namespace fewbits {
+namespace {
+
+constexpr int chain_of(int bits) { return bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1; }
+
+FEWBITS_AVX2_INLINE __m256i products(__m256i w_x32, __m256i x_i8x32, bool is_signed) {
+  if (is_signed) return _mm256_maddubs_epi16(_mm256_abs_epi8(w_x32), _mm256_sign_epi8(x_i8x32, w_x32));
+  return _mm256_maddubs_epi16(w_x32, x_i8x32);
+}
+
+// 16 weights from `lane`.
+template <int kRows, int kBits, bool kBy16, bool kOffsets>
+FEWBITS_AVX2 void multiply(const Panel& panel, const ActivationTile& x, size_t blocks, size_t lane, bool add, float* out) {
+  constexpr int kUnits = kBy16 ? 2 : 1, kSteps = 8 / kUnits, kChain = std::min(chain_of(kBits), kSteps);
+  constexpr bool kSigned = kBits == 8;
+  const __m256i ones_i16x16 = _mm256_set1_epi16(1);
+
+  __m256 total_f32x8[kRows][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < 2; ++v) total_f32x8[r][v] = add ? _mm256_loadu_ps(out + r * kPanelRows + 8 * v) : _mm256_setzero_ps();
+
+  for (size_t b = 0; b < blocks; ++b) {
+#pragma GCC unroll 2
+    for (int unit = 0; unit < kUnits; ++unit) {
+      __m256i sum_i32x8[kRows][2];
+#pragma GCC unroll 8
+      for (int k = 0; k < kSteps; k += kChain) {
+        __m256i sum_i16x16[kRows][2];
+#pragma GCC unroll 8
+        for (int j = 0; j < kChain; ++j) {
+          const size_t step = kSteps * unit + k + j;
+          const __m256i first_x32 = _mm256_load_si256(reinterpret_cast<const __m256i*>(panel.bytes[8 * b + step][lane]));
+          const __m256i second_x32 = _mm256_load_si256(reinterpret_cast<const __m256i*>(panel.bytes[8 * b + step][lane + 8]));
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            int32_t four;
+            std::memcpy(&four, x.q + ((8 * b + step) * kRows + r) * 4, 4);
+            const __m256i x_i8x32 = _mm256_set1_epi32(four);
+            const __m256i first_i16x16 = products(first_x32, x_i8x32, kSigned),
+                          second_i16x16 = products(second_x32, x_i8x32, kSigned);
+            sum_i16x16[r][0] = j ? _mm256_add_epi16(sum_i16x16[r][0], first_i16x16) : first_i16x16;
+            sum_i16x16[r][1] = j ? _mm256_add_epi16(sum_i16x16[r][1], second_i16x16) : second_i16x16;
+          }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r)
+          for (int v = 0; v < 2; ++v) {
+            const __m256i wide_i32x8 = _mm256_madd_epi16(sum_i16x16[r][v], ones_i16x16);
+            if (k)
+              sum_i32x8[r][v] = _mm256_add_epi32(sum_i32x8[r][v], wide_i32x8);
+            else
+              sum_i32x8[r][v] = kSigned
+                                    ? wide_i32x8
+                                    : _mm256_add_epi32(wide_i32x8, _mm256_set1_epi32(x.zeros[(kUnits * b + unit) * kRows + r]));
+          }
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const __m256 scale_f32x8 = _mm256_load_ps(panel.scale[kUnits * b + unit] + lane + 8 * v);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const __m256 sum_f32x8 = _mm256_mul_ps(_mm256_cvtepi32_ps(sum_i32x8[r][v]), scale_f32x8);
+          total_f32x8[r][v] = _mm256_fmadd_ps(sum_f32x8, _mm256_set1_ps(x.scale[b * kRows + r]), total_f32x8[r][v]);
+          if constexpr (kOffsets) {
+            const __m256 offset_f32x8 = _mm256_load_ps(panel.offset[kUnits * b + unit] + lane + 8 * v);
+            total_f32x8[r][v] =
+                _mm256_fmadd_ps(offset_f32x8, _mm256_set1_ps(x.sums[(kUnits * b + unit) * kRows + r]), total_f32x8[r][v]);
+          }
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < 2; ++v) _mm256_storeu_ps(out + r * kPanelRows + 8 * v, total_f32x8[r][v]);
+}
+
+template <int kRows, int kBits, bool kBy16, bool kOffsets>
+void multiply_lanes(const Panel& panel, const ActivationTile& x, size_t blocks, bool add, float* out) {
+  for (size_t lane = 0; lane < kPanelRows; lane += 16)
+    multiply<kRows, kBits, kBy16, kOffsets>(panel, x, blocks, lane, add, out + lane);
+}
+
+template <int kBits, bool kBy16, bool kOffsets>
+void multiply_rows(const Panel& panel, const ByteTraits&, const ActivationTile& x, size_t blocks, bool add, float* out) {
+  if constexpr (kBits <= 4)
+    if (x.rows == 4) return multiply_lanes<4, kBits, kBy16, kOffsets>(panel, x, blocks, add, out);
+  if (x.rows == 3) return multiply_lanes<3, kBits, kBy16, kOffsets>(panel, x, blocks, add, out);
+  if (x.rows == 2) return multiply_lanes<2, kBits, kBy16, kOffsets>(panel, x, blocks, add, out);
+  return multiply_lanes<1, kBits, kBy16, kOffsets>(panel, x, blocks, add, out);
+}
+
+template <int kBits>
+MicroKernel of_bits(const ByteTraits& bytes) {
+  constexpr size_t kRows = kBits <= 4 ? 4 : 3;  // from 5 bits on, sums of 16 and of 32 bits are needed at once
+  if (bytes.by_16) return {bytes.offsets ? multiply_rows<kBits, true, true> : multiply_rows<kBits, true, false>, kRows};
+  return {bytes.offsets ? multiply_rows<kBits, false, true> : multiply_rows<kBits, false, false>, kRows};
+}
+
+}  // namespace
+
+MicroKernel micro_kernel_avx2(const ByteTraits& bytes) {
+  if (bytes.bits <= 4) return of_bits<4>(bytes);
+  return bytes.bits == 5 ? of_bits<5>(bytes) : bytes.bits == 6 ? of_bits<6>(bytes) : of_bits<8>(bytes);
+}
+
+}  // namespace fewbits
+#endif

@@ -1,0 +1,373 @@
+// Implements w8a8.h. Panels of weights and tiles of x as in matmul.cc, but scales are applied only at the end, so that a block of
+// columns costs no more than its products.
+//
+// VNNI takes weights as unsigned bytes, w + 128, and its sums begin with -128 times the sum of x. AVX2 passes the weight's sign
+// to x, so that two products fit 16 bits: |w| <= 128 and |x| <= 127. With a -128 in x they would not; for such rows products of
+// 16 bits are added in 32. NEON's products of four bytes are exact for all inputs; without them it distinguishes the same cases.
+#include "matmul/w8a8.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "platform/avx512.h"
+#include "platform/neon.h"
+#include "platform/threads.h"
+
+namespace fewbits {
+namespace {
+
+constexpr size_t kWeights = kPanelRows, kSteps = kPanelColumns / 4;
+constexpr size_t kWorthAThread = 1 << 17;  // products
+
+struct Tile8 {
+  size_t rows;
+  const int8_t* x;  // [4 columns][row][column]
+};
+
+using Multiply8 = void (*)(const Panel&, const Tile8&, size_t steps, int32_t* sums);  // adds to sums (rows, kWeights)
+
+struct RowFacts {
+  int32_t sum;
+  bool has_least;  // a -128
+};
+
+// sums[i] = the product of x with four rows of weights, pages apart: memory is read faster in several places at once.
+using DotFour = void (*)(const int8_t* x, const int8_t* const* w, size_t cols, int32_t* sums);
+using Look = RowFacts (*)(const int8_t* x, size_t cols);
+
+struct Kernel8 {
+  const char* isa;
+  bool (*runs_here)();
+  Multiply8 multiply, multiply_wide;  // wide: for rows with a -128 in x
+  size_t rows;
+  bool unsigned_weights;
+  Look look;
+  DotFour dot_four;
+  bool dot_adds_128;
+};
+
+// Always inlined, so that each instruction set compiles its own version.
+#define FEWBITS_LINES inline __attribute__((always_inline))
+
+FEWBITS_LINES RowFacts look_at(const int8_t* x, size_t cols) {
+  int32_t sum = 0;
+  int8_t least = 0;
+  for (size_t j = 0; j < cols; ++j) {
+    sum += x[j];
+    least = x[j] < least ? x[j] : least;
+  }
+  return {sum, least == -128};
+}
+
+void dot_four_scalar(const int8_t* x, const int8_t* const* w, size_t cols, int32_t* sums) {
+  for (size_t i = 0; i < 4; ++i) {
+    sums[i] = 0;
+    for (size_t j = 0; j < cols; ++j) sums[i] += x[j] * w[i][j];
+  }
+}
+
+RowFacts look_scalar(const int8_t* x, size_t cols) { return look_at(x, cols); }
+#if defined(__x86_64__)
+FEWBITS_AVX2 RowFacts look_avx2(const int8_t* x, size_t cols) { return look_at(x, cols); }
+FEWBITS_AVX512 RowFacts look_avx512(const int8_t* x, size_t cols) { return look_at(x, cols); }
+#endif
+
+void multiply_scalar(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
+  for (size_t row = 0; row < x.rows; ++row)
+    for (size_t w = 0; w < kWeights; ++w)
+      for (size_t j = 0; j < 4 * steps; ++j)
+        sums[row * kWeights + w] += panel.bytes[j / 4][w][j % 4] * x.x[(j / 4 * x.rows + row) * 4 + j % 4];
+}
+
+#if defined(__x86_64__)
+inline int32_t four_of(const Tile8& x, size_t step, size_t rows, size_t row) {
+  int32_t four;
+  std::memcpy(&four, x.x + (step * rows + row) * 4, 4);
+  return four;
+}
+
+constexpr size_t kAhead = 1024;  // bytes to prefetch ahead
+
+// VNNI with sums of w + 128: the caller subtracts 128 times the sum of x at the end.
+FEWBITS_AVX512 void dot_four_avx512(const int8_t* x, const int8_t* const* w, size_t cols, int32_t* sums) {
+  const __m512i flip_u8x64 = _mm512_set1_epi8(static_cast<char>(0x80));
+  __m512i sum_i32x16[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+  for (size_t j = 0; j < cols; j += 64) {
+    const __mmask64 here = cols - j >= 64 ? ~__mmask64{0} : (__mmask64{1} << (cols - j)) - 1;
+    const __m512i x_i8x64 = _mm512_maskz_loadu_epi8(here, x + j);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      _mm_prefetch(reinterpret_cast<const char*>(w[i] + j) + kAhead, _MM_HINT_T0);
+      const __m512i w_u8x64 = _mm512_xor_si512(_mm512_maskz_loadu_epi8(here, w[i] + j), flip_u8x64);
+      sum_i32x16[i] = _mm512_dpbusd_epi32(sum_i32x16[i], w_u8x64, x_i8x64);
+    }
+  }
+  for (int i = 0; i < 4; ++i) sums[i] = _mm512_reduce_add_epi32(sum_i32x16[i]);
+}
+
+// Always in 16 bits, because memory is the limit.
+FEWBITS_AVX2 void dot_four_avx2(const int8_t* x, const int8_t* const* w, size_t cols, int32_t* sums) {
+  __m256i sum_i32x8[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+  size_t j = 0;
+  for (; j + 16 <= cols; j += 16) {
+    const __m256i x_i16x16 = _mm256_cvtepi8_epi16(load_16(reinterpret_cast<const uint8_t*>(x + j)));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      _mm_prefetch(reinterpret_cast<const char*>(w[i] + j) + kAhead, _MM_HINT_T0);
+      const __m256i w_i16x16 = _mm256_cvtepi8_epi16(load_16(reinterpret_cast<const uint8_t*>(w[i] + j)));
+      sum_i32x8[i] = _mm256_add_epi32(sum_i32x8[i], _mm256_madd_epi16(w_i16x16, x_i16x16));
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    alignas(32) int32_t lanes[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sum_i32x8[i]);
+    sums[i] = 0;
+    for (const int32_t lane : lanes) sums[i] += lane;
+    for (size_t k = j; k < cols; ++k) sums[i] += x[k] * w[i][k];
+  }
+}
+
+template <int kRows>
+FEWBITS_AVX512 void multiply_avx512(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
+  __m512i sum_i32x16[kRows][2];
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < 2; ++v) sum_i32x16[r][v] = _mm512_loadu_si512(sums + r * kWeights + 16 * v);
+  for (size_t step = 0; step < steps; ++step) {
+    const __m512i first_u8x64 = _mm512_load_si512(panel.bytes[step][0]), second_u8x64 = _mm512_load_si512(panel.bytes[step][16]);
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+      const __m512i x_i8x64 = _mm512_set1_epi32(four_of(x, step, kRows, r));
+      sum_i32x16[r][0] = _mm512_dpbusd_epi32(sum_i32x16[r][0], first_u8x64, x_i8x64);
+      sum_i32x16[r][1] = _mm512_dpbusd_epi32(sum_i32x16[r][1], second_u8x64, x_i8x64);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < 2; ++v) _mm512_storeu_si512(sums + r * kWeights + 16 * v, sum_i32x16[r][v]);
+}
+
+template <int kRows>
+FEWBITS_AVX2 void multiply_avx2(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
+  const __m256i ones_i16x16 = _mm256_set1_epi16(1);
+  for (size_t lane = 0; lane < kWeights; lane += 16) {
+    __m256i sum_i32x8[kRows][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < 2; ++v)
+        sum_i32x8[r][v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums + r * kWeights + lane + 8 * v));
+    for (size_t step = 0; step < steps; ++step) {
+      __m256i w_i8x32[2], size_u8x32[2];
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        w_i8x32[v] = _mm256_load_si256(reinterpret_cast<const __m256i*>(panel.bytes[step][lane + 8 * v]));
+        size_u8x32[v] = _mm256_abs_epi8(w_i8x32[v]);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const __m256i x_i8x32 = _mm256_set1_epi32(four_of(x, step, kRows, r));
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const __m256i pairs_i16x16 = _mm256_maddubs_epi16(size_u8x32[v], _mm256_sign_epi8(x_i8x32, w_i8x32[v]));
+          sum_i32x8[r][v] = _mm256_add_epi32(sum_i32x8[r][v], _mm256_madd_epi16(pairs_i16x16, ones_i16x16));
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < 2; ++v)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + r * kWeights + lane + 8 * v), sum_i32x8[r][v]);
+  }
+}
+
+// Four weights at a time, their four columns in 16 bits each.
+FEWBITS_AVX2 void multiply_wide_avx2(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
+  for (size_t r = 0; r < x.rows; ++r)
+    for (size_t w = 0; w < kWeights; w += 4) {
+      __m256i pairs_i32x8 = _mm256_setzero_si256();
+      for (size_t step = 0; step < steps; ++step) {
+        const __m256i w_i16x16 = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(panel.bytes[step][w])));
+        const __m256i x_i16x16 = _mm256_cvtepi8_epi16(_mm_set1_epi32(four_of(x, step, x.rows, r)));
+        pairs_i32x8 = _mm256_add_epi32(pairs_i32x8, _mm256_madd_epi16(w_i16x16, x_i16x16));
+      }
+      alignas(32) int32_t pairs[8];
+      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs), pairs_i32x8);
+      for (size_t i = 0; i < 4; ++i) sums[r * kWeights + w + i] += pairs[2 * i] + pairs[2 * i + 1];
+    }
+}
+
+void rows_avx512(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
+  constexpr Multiply8 kOf[] = {multiply_avx512<1>, multiply_avx512<2>,  multiply_avx512<3>,  multiply_avx512<4>,
+                               multiply_avx512<5>, multiply_avx512<6>,  multiply_avx512<7>,  multiply_avx512<8>,
+                               multiply_avx512<9>, multiply_avx512<10>, multiply_avx512<11>, multiply_avx512<12>};
+  kOf[x.rows - 1](panel, x, steps, sums);
+}
+
+void rows_avx2(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
+  constexpr Multiply8 kOf[] = {multiply_avx2<1>, multiply_avx2<2>, multiply_avx2<3>, multiply_avx2<4>};
+  kOf[x.rows - 1](panel, x, steps, sums);
+}
+#elif defined(__aarch64__)
+namespace dotprod {
+using neon_dotprod::add_dot;
+#define FEWBITS_ISA FEWBITS_DOTPROD
+#include "matmul/w8a8_neon.inc"
+#undef FEWBITS_ISA
+}  // namespace dotprod
+
+namespace plain {
+using neon_plain::add_dot;
+#define FEWBITS_ISA
+#include "matmul/w8a8_neon.inc"
+#undef FEWBITS_ISA
+}  // namespace plain
+
+namespace wide {
+using neon_wide::add_dot;
+#define FEWBITS_ISA
+#include "matmul/w8a8_neon.inc"
+#undef FEWBITS_ISA
+}  // namespace wide
+
+bool has_no_dotprod() { return !has_dotprod(); }
+#endif
+
+constexpr Kernel8 kKernels[] = {
+#if defined(__x86_64__)
+    {"avx512", has_avx512, rows_avx512, rows_avx512, 12, true, look_avx512, dot_four_avx512, true},
+    {"avx2", has_avx2, rows_avx2, multiply_wide_avx2, 4, false, look_avx2, dot_four_avx2, false},
+#elif defined(__aarch64__)
+    {"neon", has_dotprod, dotprod::multiply_rows, dotprod::multiply_rows, 4, false, look_scalar, dotprod::dot_four, false},
+    {"neon", has_no_dotprod, plain::multiply_rows, wide::multiply_rows, 4, false, look_scalar, wide::dot_four, false},
+#endif
+    {"scalar", [] { return true; }, multiply_scalar, multiply_scalar, 4, true, look_scalar, dot_four_scalar, false},
+};
+
+const Kernel8* find(const char* isa) {
+  for (const Kernel8& kernel : kKernels)
+    if (!std::strcmp(kernel.isa, isa) && kernel.runs_here()) return &kernel;
+  return nullptr;
+}
+
+// Memory that is kept between calls.
+struct Room {
+  std::vector<int8_t> packed;      // [512 columns][tile][4 columns][row][column]: memory is read from front to back
+  std::vector<int32_t> starts;     // the initial value of each row's sums
+  std::vector<uint8_t> has_least;  // whether a tile has a -128
+};
+
+// Row r of a tile of n rows that begins with row `first`.
+void pack_row(const int8_t* x, size_t cols, size_t n, size_t first, size_t r, size_t rows, int8_t* packed) {
+  const size_t all_steps = (cols + 3) / 4;
+  for (size_t start = 0; start < all_steps; start += kSteps) {
+    const size_t steps = std::min(kSteps, all_steps - start), whole = std::min(steps, cols / 4 - start);
+    int8_t* const into = packed + 4 * (rows * start + first * steps + r);
+    for (size_t step = 0; step < whole; ++step) std::memcpy(into + 4 * step * n, x + 4 * (start + step), 4);
+    if (whole < steps) {
+      std::memset(into + 4 * whole * n, 0, 4);
+      std::memcpy(into + 4 * whole * n, x + 4 * (start + whole), cols % 4);
+    }
+  }
+}
+
+float scaled(const IntegerProduct& product, size_t row, size_t w, int32_t sum) {
+  const float value = static_cast<float>(sum) * (product.x_scale[row] * product.w_scale[w]);
+  return product.bias ? value + product.bias[w] : value;
+}
+
+// One row: every weight is read once, in the order of memory, in four places.
+void stream_row(const Kernel8& kernel, const IntegerProduct& product, size_t row, int threads) {
+  constexpr size_t kBytesAtATime = 128 << 10;
+  const int8_t* const x = product.x + row * product.cols;
+  // the excess in VNNI's sums: the scalar kernel and AVX2 multiply the signed weights themselves
+  const int32_t start = kernel.dot_adds_128 ? -128 * kernel.look(x, product.cols).sum : 0;
+  const size_t length = std::max<size_t>(1, kBytesAtATime / std::max<size_t>(1, product.cols) / 4), at_a_time = 4 * length;
+  const size_t visits = (product.weights + at_a_time - 1) / at_a_time;
+  const size_t shares = shares_of(threads, std::min(visits, std::max<size_t>(1, product.cols * product.weights / kWorthAThread)));
+  std::atomic<size_t> next = 0;
+  run_shares(shares, [&](size_t) {
+    for (size_t visit; (visit = next.fetch_add(1)) < visits;) {
+      const size_t first = visit * at_a_time, count = std::min(at_a_time, product.weights - first), apart = (count + 3) / 4;
+      for (size_t i = 0; i < apart; ++i) {
+        const int8_t* w[4];
+        int32_t sums[4];
+        for (size_t k = 0; k < 4; ++k) w[k] = product.w + (first + std::min(k * apart + i, count - 1)) * product.cols;
+        kernel.dot_four(x, w, product.cols, sums);
+        for (size_t k = 0; k < 4; ++k)
+          if (k * apart + i < count) {
+            const size_t at = first + k * apart + i;
+            product.out[row * product.weights + at] = scaled(product, row, at, sums[k] + start);
+          }
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void multiply_integers(const char* isa, const IntegerProduct& product, int threads) {
+  const Kernel8* const kernel = find(isa);
+  if (!kernel) throw std::invalid_argument(std::string("no ") + isa + " kernel multiplies int8 by int8 here");
+  if (product.cols > kMostIntegerColumns)
+    throw std::invalid_argument("sums of 32 bits hold " + std::to_string(kMostIntegerColumns) + " products, not " +
+                                std::to_string(product.cols));
+  if (product.rows == 1) return stream_row(*kernel, product, 0, threads);
+  const size_t rows = product.rows, all_steps = (product.cols + 3) / 4, tiles = (rows + kernel->rows - 1) / kernel->rows;
+  const size_t rows_each = (rows + tiles - 1) / tiles, count = (rows + rows_each - 1) / rows_each;
+  const size_t panels = (product.weights + kWeights - 1) / kWeights;
+  const size_t shares = shares_of(threads, std::max<size_t>(1, rows * product.cols * product.weights / kWorthAThread));
+  thread_local Room room_of_thread;
+  Room& room = room_of_thread;
+  room.packed.resize(rows * all_steps * 4);
+  room.starts.resize(rows);
+  room.has_least.assign(count, 0);
+  std::atomic<size_t> next_tile = 0, next_panel = 0;
+  run_shares(std::min(shares, count), [&](size_t) {
+    for (size_t tile; (tile = next_tile.fetch_add(1)) < count;) {
+      const size_t first = tile * rows_each, n = std::min(rows_each, rows - first);
+      for (size_t r = 0; r < n; ++r) {
+        const int8_t* x = product.x + (first + r) * product.cols;
+        const RowFacts facts = kernel->look(x, product.cols);
+        room.starts[first + r] = kernel->unsigned_weights ? -128 * facts.sum : 0;
+        room.has_least[tile] |= facts.has_least;
+        pack_row(x, product.cols, n, first, r, rows, room.packed.data());
+      }
+    }
+  });
+  const auto& reader = *find_kernel("int8_channel", isa);
+  run_shares(std::min(shares, panels), [&](size_t) {
+    thread_local const std::unique_ptr<Panel> panel = std::make_unique<Panel>();
+    thread_local std::vector<int32_t> sums;
+    sums.resize(rows * kWeights);
+    for (size_t p; (p = next_panel.fetch_add(1)) < panels;) {
+      const size_t first_weight = p * kWeights, n = std::min(kWeights, product.weights - first_weight);
+      std::array<const uint8_t*, kMaxFields> weights[kWeights];
+      constexpr uint8_t kNoScale[2] = {};  // the reader needs one, but scales are applied at the end
+      for (size_t w = 0; w < kWeights; ++w) {
+        const int8_t* row = product.w + (first_weight + std::min(w, n - 1)) * product.cols;
+        weights[w] = {reinterpret_cast<const uint8_t*>(row), kNoScale};
+      }
+      for (size_t r = 0; r < rows; ++r) std::fill_n(&sums[r * kWeights], kWeights, room.starts[r]);
+      for (size_t start = 0; start < all_steps; start += kSteps) {
+        const size_t steps = std::min(kSteps, all_steps - start);
+        reader.of.fill_panel(reader.layout, weights, 4 * start, 4 * steps, product.cols, *panel);
+        for (size_t tile = 0; tile < count; ++tile) {
+          const size_t first = tile * rows_each;
+          const Tile8 x{std::min(rows_each, rows - first), &room.packed[4 * (rows * start + first * steps)]};
+          (room.has_least[tile] ? kernel->multiply_wide : kernel->multiply)(*panel, x, steps, &sums[first * kWeights]);
+        }
+      }
+      for (size_t r = 0; r < rows; ++r)
+        for (size_t w = 0; w < n; ++w)
+          product.out[r * product.weights + first_weight + w] = scaled(product, r, first_weight + w, sums[r * kWeights + w]);
+    }
+  });
+}
+
+}  // namespace fewbits

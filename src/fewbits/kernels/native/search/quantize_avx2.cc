@@ -1,0 +1,26 @@
+// The searches for AVX2.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "search/quantize.h"
+
+// The compiler's warnings about passing and returning vectors are about calls that are inlined.
+#pragma GCC diagnostic ignored "-Wpsabi"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns about the header of its intrinsics
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#define FEWBITS_LANES 8
+
+namespace fewbits::quantize {
+namespace {
+#include "search/quantize_searches.inc"
+}  // namespace
+
+const Searches avx2_searches{scales, lines, sub_scales, sub_lines, exponents, encode};
+
+}  // namespace fewbits::quantize
+#pragma GCC pop_options
+#endif

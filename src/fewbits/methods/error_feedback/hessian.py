@@ -1,0 +1,166 @@
+"""From a Hessian to the order in which columns are visited, and to how far an error in one moves the target of another.
+
+With the columns in visiting order and H = R R^T, R upper triangular, the error of a row is |(w - q) R|^2, and column k of it is
+
+    R_kk * (w_k + sum_{i<k} (w_i - q_i) R_ik / R_kk - q_k)
+
+so each column is rounded to its weight plus a correction for the errors of the columns before it. This is GPTQ's update without an
+inverse: one Cholesky factorisation, and no weight is changed in place from column to column.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fewbits.errors import InputError
+
+Order = Literal["blocks", "columns", "natural"]
+_STEP, _MOST = 10.0, 1.0  # damping is raised by this factor, up to the mean of the diagonal itself
+_ROWS = 256  # of a matrix at a time, where a float64 copy of all of it would take too much memory
+_LEAST = 1e-3  # the first attempt where no damping was asked for and the Hessian is singular
+
+
+class Singular(InputError):  # noqa: N818
+    """Even damping by the mean of the diagonal does not make the Hessian positive definite: only rounding to nearest remains."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One block, given the errors of all others: its best real values are weights + others @ errors, and what it loses by deviating
+    from them is weighed by its part of the Hessian."""
+
+    others: Tensor  # (block, cols) H_BB^-1 H_B*, zero within the block
+    forward: Tensor  # (block, block) like Ordered.forward, for the block alone
+    hessian: Tensor  # (block, block)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A damped Hessian with its columns in visiting order. The couplings `forward`, `ahead` and `every` are (cols, cols) and act from the
+    left: targets (cols, rows) = weights + coupling @ errors."""
+
+    columns: Tensor  # (cols,) the natural index of each visited column
+    blocks: list[slice]  # of visited columns: each lies within one block of the format
+    parts: list[Part]  # of each block
+    stakes: Tensor  # (cols,) float32, in natural order: the cost of an error in a column, as importance for the fit of scales
+    forward: Tensor  # from errors in earlier columns, while later ones are still free to compensate: strictly lower triangular
+    ahead: Tensor  # from errors in earlier blocks, while the whole block is still free: zero from the block on
+    every: Tensor  # from errors in all other columns, earlier and later: zero diagonal
+    damping: float
+    notes: tuple[str, ...]
+
+
+def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: torch.dtype) -> Ordered:
+    """`width`: columns per block of the format, as the function `width` gives it."""
+    h = _checked(hessian)
+    notes: tuple[str, ...] = ()
+    diagonal = h.diagonal().clone()
+    dead = diagonal == 0  # inputs that were always zero: such a column must not influence the others
+    mean = float(diagonal[~dead].mean()) if not dead.all() else 1.0
+    if not mean > 0:
+        raise Singular("the Hessian's diagonal is negative", "a second moment never is: recompute the statistics")
+    if dead.all():
+        notes = ("the Hessian is zero: every column was rounded to nearest",)
+    h[dead] = 0
+    h[:, dead] = 0
+    h.diagonal()[dead] = mean
+    columns, blocks = visits(diagonal, width, order)
+    h = h[columns]
+    h = h[:, columns]  # in two steps, so that at most two such matrices exist: one of a wide layer takes gigabytes
+    root, added = _factored(h, damping, mean)
+    if added != damping:
+        notes += (f"damping raised from {damping:g} to {added:g}: the Hessian was singular",)
+    h.diagonal().add_(added * mean)
+    # The geometric mean of what an error costs if nothing compensates for it (the diagonal) and if all later columns do (the pivot). On
+    # the embedded model's activations the diagonal alone is 0.1 % worse for q4_0 and 0.6 % for q4_k, the pivot 0.2 % better and 1.4 %
+    # worse.
+    stakes = torch.empty_like(diagonal)
+    stakes[columns] = (diagonal[columns].sqrt() * root.diagonal()).nan_to_num(0)
+    parts = [_part(h, block, dtype) for block in blocks] if len(blocks) > 1 else []
+    every = _every(h, dtype)
+    del h
+    forward = _forward(root)
+    del root
+    ahead = forward.new_zeros(forward.shape, dtype=dtype)
+    for block in blocks[1:]:
+        # with the block still free, each of its columns takes its target, so that no error inside the block adds to a correction
+        free = torch.linalg.solve_triangular(forward[block, block], forward[block, : block.start], upper=False, unitriangular=True)
+        ahead[block, : block.start] = free
+    return Ordered(columns, blocks, parts, stakes.float(), forward.to(dtype), ahead, every, added, notes)
+
+
+def _every(h: Tensor, dtype: torch.dtype) -> Tensor:
+    coupling = h.new_empty(h.shape, dtype=dtype)
+    for rows, into in zip(h.split(_ROWS), coupling.split(_ROWS), strict=True):
+        start = into.storage_offset() // len(h)
+        into.copy_(rows / rows.diagonal(start).unsqueeze(1))
+    coupling.diagonal().zero_()
+    return coupling
+
+
+def _part(h: Tensor, block: slice, dtype: torch.dtype) -> Part:
+    inside = h[block, block]
+    lower = torch.linalg.cholesky(inside.flip(0, 1))  # positive definite, as the whole matrix is
+    others = torch.linalg.solve(inside, h[block])
+    others[:, block] = 0
+    return Part(others.to(dtype), _forward(lower.flip(0, 1)).to(dtype), inside.to(dtype))
+
+
+def _forward(root: Tensor) -> Tensor:
+    coupling = root.T.contiguous()
+    coupling.div_(root.diagonal().unsqueeze(1))
+    coupling.diagonal().zero_()
+    return coupling
+
+
+def visits(diagonal: Tensor, width: int, order: Order) -> tuple[Tensor, list[slice]]:
+    """The order of the columns. Those whose errors cost most come first: columns rounded later can still compensate for them."""
+    cols = len(diagonal)
+    spans = [slice(start, min(start + width, cols)) for start in range(0, cols, width)]
+    if order == "natural":
+        return torch.arange(cols), spans
+    if order == "columns":
+        return diagonal.argsort(descending=True, stable=True), [slice(0, cols)]
+    if order != "blocks":
+        raise InputError(f"no order is named `{order}`", "choose `blocks`, `columns` or `natural`")
+    means = torch.stack([diagonal[span].mean() for span in spans])
+    visited, blocks, done = [], [], 0
+    for index in means.argsort(descending=True, stable=True).tolist():
+        span = spans[index]
+        visited.append(span.start + diagonal[span].argsort(descending=True, stable=True))
+        blocks.append(slice(done, done + span.stop - span.start))
+        done = blocks[-1].stop
+    return torch.cat(visited), blocks
+
+
+def _checked(hessian: Tensor) -> Tensor:
+    if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1]:
+        raise ValueError(f"a Hessian is square, this one is {tuple(hessian.shape)}")
+    if not hessian.isfinite().all():
+        raise Singular("the Hessian holds NaN or infinity", "look for overflows in the activations; float32 sums hold up to 3e38")
+    h = hessian.double() if hessian.dtype != torch.float64 else hessian.clone()
+    return h.add_(hessian.T).div_(2)  # a sum of outer products is symmetric only up to rounding errors: the mean of both halves is
+
+
+def _factored(h: Tensor, damping: float, mean: float) -> tuple[Tensor, float]:
+    """(upper triangular R with R R^T = h + added * mean, added)."""
+    if not (math.isfinite(damping) and damping >= 0):
+        raise InputError(f"damping is {damping}", "it is a share of the mean of the diagonal: 0.01 to 0.1 is usual")
+    added = damping
+    while True:
+        flipped = h.flip(0, 1).T  # h is symmetric; transposed it is in LAPACK's column order, so it is factored in place
+        flipped.diagonal().add_(added * mean)
+        before = flipped.diagonal().clone()
+        lower, failed = torch.linalg.cholesky_ex(flipped, out=(flipped, torch.empty((), dtype=torch.int32)))
+        # a pivot within rounding error of zero counts as singular: what is divided by it would be noise
+        noise = len(h) * torch.finfo(torch.float64).eps
+        if not failed and (lower.diagonal().square() > noise * before).all():
+            return lower.flip(0, 1), added
+        if added >= _MOST:
+            raise Singular(f"the Hessian is not positive semi-definite: damping by {added:g} does not help", "recompute the statistics")
+        added = min(_MOST, max(added * _STEP, _LEAST))

@@ -1,0 +1,31 @@
+"""Judging codes by the half of the statistics that they were not fitted to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fewbits.formats.storage.codes import decode
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fewbits.calibration.statistics import WeightStatistics
+    from fewbits.formats import Format, Grid
+
+
+class HeldOut(NamedTuple):
+    damage: float  # predicted KL where gradients are known, else relative output error
+    places: tuple[float, float]  # relative squared error of the output at position 0, and at later positions
+
+
+def some_rows(w: Tensor, weights: int) -> slice:
+    """Every n-th row, with about this many weights in all."""
+    return slice(None, None, max(1, w.numel() // weights))
+
+
+def judge(w: Tensor, fmt: Format, codes: Tensor, grid: Grid, statistics: WeightStatistics, rows: slice) -> HeldOut:
+    """w and codes are `rows` of the weight; they were fitted to half 0."""
+    assert fmt.levels
+    error = w - decode(codes, fmt.levels, *fmt.affine(grid))
+    damage = statistics.damage(error, w, 1, rows) * (rows.step or 1 if statistics.predicts_kl else 1)  # KL adds up over rows
+    return HeldOut(damage, statistics.errors_by_place(error, w, 1))

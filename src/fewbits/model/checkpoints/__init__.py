@@ -1,0 +1,92 @@
+"""A path or hub id comes in, a `Checkpoint` goes out: a Hugging Face folder or a GGUF file as named tensors, loaded one at a time.
+
+Tensors have the names and the layout of the transformers module, whatever the file calls them and however it orders their rows.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fewbits.errors import InputError, MissingError
+from fewbits.store.untrusted import first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Checkpoint(Protocol):
+    path: Path
+
+    @property
+    def config(self) -> Any:
+        """The transformers config."""
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> str:
+        """The cast format (`fp16`, `bf16`, `fp32`) that stores this tensor without loss."""
+
+    def load(self, name: str) -> Tensor:
+        """In the stored dtype; a quantized tensor is decoded to float32. It may be the mapped file: do not write to it."""
+
+    def load_slice(self, name: str, index: int) -> Tensor:
+        """One entry of the first dimension, without reading the others where the file allows it."""
+
+    def save_assets(self, folder: Path) -> None:
+        """Everything but weights: config, generation config, tokenizer, chat template."""
+
+    def files(self) -> list[Path]:
+        """The files that the hash of the source covers."""
+
+
+def open(where: str | Path, offline: bool = False) -> Checkpoint:
+    """A folder, a .gguf file, or a hub id (local cache first, then a download unless `offline`)."""
+    path = Path(where)
+    if path.is_dir():
+        from fewbits.model.checkpoints.folder import Folder
+
+        return Folder(path)
+    if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            from fewbits.model.gguf.checkpoint import GgufFile
+
+            return GgufFile(path)
+        raise InputError(f"`{path}` is neither a model folder nor a .gguf file", _pickle_hint(path))
+    if _looks_like_hub_id(str(where)):
+        from fewbits.model.checkpoints.folder import Folder
+
+        return Folder(_from_hub(str(where), offline))
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], n=1)
+    hint = f"did you mean `{path.parent / near[0]}`?" if near else "give a model folder, a .gguf file, or a hub id such as `owner/name`"
+    raise InputError(f"there is nothing at `{where}`", hint)
+
+
+def _pickle_hint(path: Path) -> str:
+    if path.suffix in {".bin", ".pt", ".pth", ".ckpt"}:
+        return "pickled checkpoints can run code when opened: convert it to safetensors first (transformers' `save_pretrained` does)"
+    return "give the folder that holds config.json and *.safetensors"
+
+
+def _looks_like_hub_id(where: str) -> bool:
+    owner, slash, name = where.partition("/")
+    return bool(slash and owner and name and "/" not in name and not where.startswith((".", "/", "~")) and not Path(owner).exists())
+
+
+def _from_hub(repo: str, offline: bool) -> Path:
+    import huggingface_hub
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted, local_files_only=True))
+    except Exception as missing:
+        if offline:
+            raise MissingError(f"`{repo}` is not in the local cache, and `--offline` forbids the download", "drop `--offline`") from missing
+    try:
+        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted))
+    except Exception as failure:
+        hint = "check the spelling and the network; a private model needs `hf auth login`"
+        raise MissingError(f"`{repo}` could not be downloaded: {first_line(failure)}", hint) from failure

@@ -1,0 +1,46 @@
+"""How fast a plan would generate: every weight is read once for every token, as fast as memory and kernel allow.
+
+The shares are of the memory's read bandwidth, measured for one token on a CPU with llama.cpp's kernels (4096 x 4096, two threads, weights
+larger than the cache). They are figures of one kind of machine: a forecast to compare plans by, not a promise.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from fewbits import formats
+from fewbits.errors import InputError
+
+if TYPE_CHECKING:
+    from fewbits.formats import Format
+    from fewbits.model.weights import Weight
+
+_SHARES = {
+    "fp32": 1.0, "q8_0": 0.71, "q4_0": 0.71, "q4_k": 0.73, "q5_k": 0.66, "q6_k": 0.71, "q3_k": 0.54, "q2_k": 0.57, "iq4_nl": 0.72,
+    "iq4_xs": 0.65,
+}  # fmt: skip
+_USUAL = 0.65  # for formats that were not measured
+BANDWIDTH = 30e9  # bytes per second: about two channels of DDR4
+
+
+def seconds(weight: Weight, fmt: Format, nbytes: int, bandwidth: float) -> float:
+    """To read this weight for one token. An embedding that is only looked up takes none."""
+    if weight.kind == "embedding" and not weight.tied_to:
+        return 0.0
+    return nbytes / (bandwidth * (1.0 if fmt.levels is None else _SHARES.get(_twin(fmt), _USUAL)))
+
+
+def _twin(fmt: Format) -> str:
+    """The measured format of the same values: int4_g32 is q4_0."""
+    if fmt.name in _SHARES:
+        return fmt.name
+    return next((name for name in _SHARES if formats.get(name).levels == fmt.levels and formats.get(name).group == fmt.group), fmt.name)
+
+
+def parse_bandwidth(text: str) -> float:
+    """`30GB/s`, or a number of GB/s."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) *(GB/s|GB|TB/s)?", text.strip(), re.IGNORECASE)
+    if not match or float(match[1]) == 0:
+        raise InputError(f"`--bandwidth {text}` is no bandwidth", "for example 30GB/s, what the memory reads")
+    return float(match[1]) * (1e12 if (match[2] or "").lower() == "tb/s" else 1e9)

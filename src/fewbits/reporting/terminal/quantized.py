@@ -1,0 +1,59 @@
+"""What `fewbits quantize` shows at its end: the plan, the methods, the rounds, the verdict and where the files are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fewbits.inspection.sizes import size_of
+from fewbits.reporting.terminal import console, note, plans, size, verdicts
+
+if TYPE_CHECKING:
+    from fewbits.reporting.results.quantized import Quantized
+
+_NOTES = 8  # that are shown, and weights of each; the rest is in results.json
+
+
+def show(result: Quantized) -> None:
+    if result.decision:
+        plans.decided(result.decision)
+    else:
+        plans.summary(result.plan)
+    _methods(result.outcomes)
+    _notes(result.gathered.notes if result.gathered else {})
+    for warning in result.coverage.warnings if result.coverage else ():
+        note(warning)
+    if result.rounds and result.decision:
+        least = min(point.kl for point in result.decision.frontier())
+        plans.rounds(result.rounds, bool(result.verdict and result.verdict.passed), least)
+    if result.verdict:
+        verdicts.show(result.verdict)
+    console.print(f"wrote {result.path} ({size(size_of(result.path))}); artifact and plan.json in {result.artifact}/")
+    console.print(f"the report: {result.artifact.parent / 'report.html'}")
+
+
+def _methods(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
+    """How many weights each method got, and what choosing among methods saved on the half of the samples that was held out."""
+    counts = Counter(row["method"] for row in outcomes.values())
+    rounding = chosen = 0.0
+    for row in outcomes.values():
+        damage: Mapping[str, float] = row.get("damage", {})
+        if "rtn" in damage:
+            rounding, chosen = rounding + damage["rtn"], chosen + min(damage.values())
+    if chosen:
+        methods = ", ".join(f"{count} by {name}" for name, count in counts.most_common())
+        console.print(f"codes: {methods}; predicted KL on held-out samples {chosen:.5f}, by plain rounding {rounding:.5f}")
+        placed = [row["places"] for row in outcomes.values() if None not in row.get("places", {}).get("gptq", (None,))]
+        for place, label in ((0, "position 0"), (1, "later positions")) if placed else ():
+            ours, plain = (sum(float(row[name][place]) for row in placed) / len(placed) for name in ("gptq", "rtn"))
+            console.print(f"  held-out output error at {label}: gptq {ours:.1e}, rounding {plain:.1e} (mean over {len(placed)} weights)")
+
+
+def _notes(notes: Mapping[str, Sequence[str]]) -> None:
+    for text, weights in list(notes.items())[:_NOTES]:
+        more = f" and {len(weights) - _NOTES} more, in results.json" if len(weights) > _NOTES else ""
+        which = weights[0] if len(weights) == 1 else f"{len(weights)} weights ({', '.join(weights[:_NOTES])}{more})"
+        note(f"{which}: {text}")
+    if len(notes) > _NOTES:
+        note(f"and {len(notes) - _NOTES} notes more, in results.json")

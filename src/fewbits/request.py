@@ -1,0 +1,196 @@
+"""What `quantize` was asked for, as one value. What can be refused is refused when it is made, or when it meets its model; not later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fewbits import calibration, methods, planning
+from fewbits.artifact import preparation
+from fewbits.errors import InputError
+from fewbits.formats import get as format_named
+from fewbits.formats.runtime import activations as activation_formats
+from fewbits.planning import decision, rounds, speed
+from fewbits.planning.accuracy import Thresholds
+from fewbits.planning.constraints import Constraints, listed
+from fewbits.planning.decision import Budget
+from fewbits.store import executors
+from fewbits.store.files import Staged
+from fewbits.store.untrusted import read_text
+from fewbits.targets import pricing
+from fewbits.targets.export import check_target, output_path, target_for
+from fewbits.verification import embeddings
+from fewbits.verification.files import TOKENS
+
+if TYPE_CHECKING:
+    from fewbits.calibration import Paths
+    from fewbits.model import Model
+    from fewbits.planning import Plan
+    from fewbits.store.executors import Chosen
+    from fewbits.targets import Target
+
+_BUDGETS = "--size 4.5bpw, --fits 8GB, --max-kl 0.01, --format NAME for one format for all, or --plan FILE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of `fewbits quantize`, under the names that the command line gives them."""
+
+    model: str | Path
+    out: str | Path
+    to: str | None = None  # the target; None: it follows from the name of `out`
+    split: int | None = None  # bytes of tensors in each of several GGUF files
+
+    format: str | None = None  # one format for all weights
+    plan: str | Path | None = None  # a plan.json
+    size: str | None = None
+    fits: str | None = None  # a device
+    context: int | None = None  # tokens, on that device
+    max_kl: float | None = None  # these four: a budget where no other is given, and what the file is judged by
+    min_agreement: float | None = None
+    max_ppl_ratio: float | None = None
+    min_cosine: float | None = None
+    rounds: int = rounds.ROUNDS  # plans to try at most, until an accuracy is met
+
+    override: str | Sequence[str] = ()
+    formats: str | Sequence[str] = ()
+    together: str | Sequence[str] = ()
+    min_speed: float | None = None
+    bandwidth: float = speed.BANDWIDTH
+    strategy: str = "solve"
+    kv: str | None = None
+    activations: str = "none"
+
+    data: Paths = ()  # text to calibrate with; none given: the embedded text
+    held_out: Paths = ()  # text to judge on; none given: a part of `data` that calibration does not see, or the embedded text
+    stats: str | Path | None = None  # statistics that `calibrate` wrote, or llama.cpp's importance matrix
+    samples: int = calibration.SAMPLES
+    length: int | None = None
+    seed: int = 0
+    shards: int = 1  # parts of the text that are calibrated apart
+
+    method: str = "auto"
+    rewrite: str = "none"
+    sequential: bool = False
+    tune: int = 0
+
+    tokens: int = TOKENS  # to judge on
+    no_verify: bool = False
+    memory: int = calibration.MEMORY
+    executor: str = executors.LOCAL  # who measures and quantizes the weights, with the same bytes
+    store: str | None = None
+    fresh: bool = False  # without what an earlier run left
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.workers, self.path, self.budget, self.constraints  # each refuses what is wrong with it
+        fixed = [given for given in (self.format, self.plan, self.size, self.fits) if given is not None]
+        if len(fixed) > 1 or not (fixed or self.budget.given):
+            raise InputError("give one budget", _BUDGETS)
+        if not self.has_budget:
+            self._check_nothing_ignored()
+
+    @cached_property
+    def workers(self) -> Chosen:
+        return executors.parse(self.executor, self.store, {"--sequential": self.sequential, "--tune": self.tune})
+
+    @cached_property
+    def target(self) -> Target:
+        return target_for(Path(self.out), self.to, self.split)
+
+    @cached_property
+    def path(self) -> Path:
+        """The file or folder that is written."""
+        return output_path(Path(self.out), self.target)
+
+    @property
+    def work(self) -> Path:
+        """Where everything is kept that the next run can go on from."""
+        return self.path.with_name(f"{self.path.name}.work")
+
+    @cached_property
+    def limits(self) -> Thresholds:
+        return Thresholds(self.max_kl, self.min_agreement, self.max_ppl_ratio, self.min_cosine)
+
+    @cached_property
+    def budget(self) -> Budget:
+        return Budget(self.size, self.fits, self.context, self.limits)
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        return Constraints(
+            listed(self.formats), listed(self.override), listed(self.together), self.strategy, self.kv, self.min_speed, self.bandwidth
+        )
+
+    @property
+    def has_budget(self) -> bool:
+        """The plan is to be found; otherwise a format or a plan.json says it."""
+        return self.format is None and self.plan is None
+
+    def check(self, source: Model) -> None:
+        """What only the model can tell."""
+        embeddings.check_thresholds(self.limits, source.config)
+        if self.path.exists() and self.path.samefile(source.path):
+            raise InputError(f"`{self.path}` is the model itself", "choose another `-o`")
+        check_target(self.target, source.path, source.config, source.tokenizer)
+        Staged(self.path, self.target.marker).check()
+        if self.has_budget:
+            self._check_plannable(source)
+
+    def fixed_plan(self, source: Model) -> Plan | None:
+        """The plan that a format or a plan.json says; None: there is a budget to spend."""
+        if self.has_budget:
+            return None
+        plan = make_plan(source, self)
+        for name in {entry.method for entry in plan.entries}:
+            methods.get(name)
+        return plan
+
+    def calibrates(self, plan: Plan | None) -> bool:
+        return plan is None or preparation.needs_calibration(plan, self.rewrite)
+
+    def _check_nothing_ignored(self) -> None:
+        """What only a budget leaves to choose, and what a plan.json says itself, is refused rather than left out in silence."""
+        chosen = {"--formats": self.constraints.formats, "--together": self.constraints.together, "--min-speed": self.min_speed is not None}
+        chosen["--strategy"] = self.strategy != "solve"
+        if name := next((name for name, given in chosen.items() if given), None):
+            raise InputError(f"`{name}` goes with a budget", "give `--size`, `--fits` or an accuracy instead of a format or a plan")
+        said = {"--kv": self.kv is not None, "--activations": self.activations != "none"}
+        if self.plan is not None and (name := next((name for name, given in said.items() if given), None)):
+            raise InputError(f"`{name}` does not go with `--plan`", "the plan says it itself: edit plan.json instead")
+
+    def _check_plannable(self, source: Model) -> None:
+        methods.get(self.method)
+        self.constraints.rules_for(source.weights)
+        if self.rewrite != "none":
+            raise InputError("`--rewrite` goes with `--format`", "a budget chooses formats for the weights as they are")
+        if self.activations != "none":
+            raise InputError("`--activations` goes with `--format`", "or make a plan first and edit it")
+        if embeddings.given_by(source.config):
+            raise InputError(
+                "a budget needs a language model: plans are found by their effect on logits, and an encoder has none",
+                "use `--format` or `--plan`",
+            )
+        if self.no_verify and self.budget.by_accuracy:
+            raise InputError("an accuracy cannot be met without measuring it", "leave `--no-verify` out, or give a size")
+        if self.kv == "auto":
+            raise InputError("`--kv auto` needs measured caches", "use `fewbits measure --kv int8,int4`, then `fewbits plan --kv auto`")
+        decision.says_cache(self.target, self.budget, self.kv)
+        pricing.check_reachable(source, self.target, self.budget, self.constraints)
+        if self.budget.by_accuracy:
+            decision.predicted_kl(self.limits)
+
+
+def make_plan(source: Model, request: Request) -> Plan:
+    """One format for all, or a plan.json."""
+    if request.format is not None:
+        activation = activation_formats.parse(request.activations)
+        wanted, method = format_named(request.format), request.method.lower()
+        return planning.uniform(source.weights, request.target, wanted, request.constraints.overrides, method, activation, request.kv)
+    if request.constraints.overrides:
+        raise InputError("`--override` goes with `--format`", "edit plan.json instead")
+    text = read_text(Path(str(request.plan)), "`fewbits quantize` writes a plan.json into its artifact")
+    return planning.read(text, source.weights, request.target)

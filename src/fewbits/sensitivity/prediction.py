@@ -1,0 +1,207 @@
+"""One weight in every format: the KL that its rounding errors are predicted to cost, and simpler scores of the same errors.
+
+The second-order expansion of KL around the float model: half the sum over outputs i of g2_i e_i H e_i^T, with e the actual error of the
+method, H the second moment of the inputs, each token weighted by its share in the loss, and g2 the mean square of the loss's gradient.
+Rounding is judged on all samples; error feedback is fitted to one half of them and judged on the other, because on the samples it was
+fitted to it looks better than on others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import Condition
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fewbits.formats.runtime.activations import Activation, quantized
+from fewbits.formats.storage.codes import decode, encode
+from fewbits.methods import error_feedback
+from fewbits.sensitivity.rows import Drawn, draw
+from fewbits.sensitivity.table import Cell, Scores
+from fewbits.sensitivity.table import rounded as in_few_digits
+from fewbits.store.heap import return_free_memory
+
+if TYPE_CHECKING:
+    from fewbits.calibration.statistics import Half, WeightStatistics
+    from fewbits.formats import Format
+
+ENOUGH = 1 << 16  # weights (about) whose errors are computed
+_FIRSTS, _DRAWN, _FEW = 32, 512, 128  # inputs whose rounding is tried, at position 0 and after it
+DAMPING = 0.03  # the amount that the search of `methods.gptq` chooses most often
+TOGETHER = 3 << 29  # bytes that the Hessians of weights on several threads may take together; a weight that needs more runs alone
+_PIECE = 1 << 22  # values of a weight at a time, where a copy of all would take too much memory
+
+
+class Turns:
+    """Lets threads run side by side as long as the memory that they hold together is within a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._held = limit, 0
+        self._changed = Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held or self._held + nbytes <= self._limit)
+            self._held += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= nbytes
+                self._changed.notify_all()
+
+
+_turns = Turns(TOGETHER)
+
+
+def held_by(cols: int, method: str) -> int:
+    """The most bytes for the Hessians of a weight: three in float32, or one in float32 and three in float64 while it is factored."""
+    return (3 * 4 if method == "rtn" else 4 + 3 * 8) * cols**2
+
+
+def tried_bytes(rows: int) -> int:
+    """Bytes at the most for the outputs of the inputs whose rounding is tried: three copies in float32."""
+    return 3 * 4 * (_FIRSTS + _DRAWN) * rows
+
+
+class Predictor:
+    """What the formats of one weight share: the rows that stand for it, and a factored Hessian."""
+
+    def __init__(self, w: Tensor, statistics: WeightStatistics, method: str, weights: int = ENOUGH) -> None:
+        self.statistics, self.method = statistics, method
+        self.drawn = draw(_guess(w, statistics), max(1, weights // w.shape[1]))
+        self.w = w[self.drawn.rows]
+        self.rows = w.shape[0]
+        self._order: tuple[int, error_feedback.Ordered | None] = 0, None  # width of the blocks, and the Hessian factored for it
+
+    def cells(self, formats: Iterable[Format]) -> Iterator[tuple[str, Cell]]:
+        """Formats with blocks of one width come one after the other: their Hessian is factored once, and only one is held at a time."""
+        wanted, cols = list(formats), self.w.shape[1]
+        with _turns.taken(held_by(cols, self.method)):
+            cells = {fmt.name: self.cell(fmt) for fmt in sorted(wanted, key=lambda fmt: error_feedback.width(fmt, cols))}
+            self._order = 0, None
+        return_free_memory()
+        yield from ((fmt.name, cells[fmt.name]) for fmt in wanted)
+
+    def cell(self, fmt: Format) -> Cell:
+        if fmt.levels is None:
+            return self._of(self.w - fmt.pack(self.w, {})["values"].float(), None, "cast")
+        plain = self._rounded(fmt)
+        if self.method == "rtn" or (solved := self._fed_back(fmt)) is None:
+            return self._of(plain, None, "rtn")
+        fitted = self._of(solved, 1, "gptq")
+        if self.method == "gptq":
+            return fitted
+        rounded = self._of(plain, 1, "rtn")  # judged on the same half, so that the two are comparable
+        return fitted if fitted.kl < rounded.kl else rounded
+
+    def _rounded(self, fmt: Format) -> Tensor:
+        assert fmt.levels
+        grid = fmt.fit(self.w, self.statistics.importance() if self.statistics.has_importance else None)
+        return self.w - decode(encode(self.w, fmt.levels, *fmt.affine(grid)), fmt.levels, *fmt.affine(grid))
+
+    def _fed_back(self, fmt: Format) -> Tensor | None:
+        """The error with feedback, fitted to the first half; None: there is no Hessian, or it is singular."""
+        width = error_feedback.width(fmt, self.w.shape[1])
+        if width != self._order[0]:
+            self._order = 0, None  # frees the memory before the next one is made
+            self._order = width, self._ordered(width)
+        order = self._order[1]
+        if order is None:
+            return None
+        assert fmt.levels
+        solved = error_feedback.solve(self.w, fmt, order, passes=1)
+        return self.w - decode(solved.codes, fmt.levels, *fmt.affine(solved.grid))
+
+    def _ordered(self, width: int) -> error_feedback.Ordered | None:
+        if not self.statistics.has_hessian:
+            return None
+        try:
+            return error_feedback.ordered(self.statistics.hessian(0), width, "blocks", DAMPING, torch.float32)
+        except error_feedback.Singular:
+            return None
+
+    def _of(self, error: Tensor, half: Half, method: str) -> Cell:
+        stats, drawn = self.statistics, self.drawn
+        damage = stats.row_damage(error, half, drawn.rows)
+        return in_few_digits(Cell(drawn.total(damage), drawn.spread(damage), method, scores(error, stats, drawn)))
+
+
+def activation_kl(w: Tensor, statistics: WeightStatistics, activation: Activation) -> float | None:
+    """Of rounding this weight's inputs, from samples stored in calibration; None: there are none, or no gradients."""
+    return _inputs_kl(w, statistics, lambda x: quantized(x, activation), _DRAWN)
+
+
+def runtime_kl(w: Tensor, statistics: WeightStatistics, block: int) -> float | None:
+    """Of inputs that a runtime itself rounds for a quantized matmul: to 8 bits, with a scale for each `block` of columns."""
+    return _inputs_kl(w, statistics, lambda x: _in_blocks(x, block), _FEW)
+
+
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    parts: Tensor = x.unflatten(1, (-1, block))
+    step = (parts.abs().amax(2, keepdim=True) / 127).clamp(min=1e-30)
+    return ((parts / step).round() * step).flatten(1)
+
+
+def _inputs_kl(w: Tensor, statistics: WeightStatistics, rounded: Callable[[Tensor], Tensor], tokens: int) -> float | None:
+    seen = statistics.input
+    if seen is None or statistics.sensitivity is None or statistics.gradient_square is None:
+        return None
+    by_row = statistics.output_sensitivity()
+    by_row = by_row / by_row.mean().clamp(min=1e-30)
+    total = 0.0
+    drawn = seen.drawn()
+    for place, x in enumerate((seen.firsts()[:_FIRSTS], drawn[:: max(1, len(drawn) // tokens)])):
+        if len(x):
+            square = ((x - rounded(x)) @ w.T).square()
+            weight = float(statistics.sensitivity[:, place].sum()) / max(1, seen.tokens())
+            total += 0.5 * weight * float((square @ by_row).double().mean())
+    return total
+
+
+def scores(error: Tensor, stats: WeightStatistics, drawn: Drawn) -> Scores:
+    """Simpler measures of the same errors, see `Scores`."""
+    square = error.square()
+    if stats.input is None or stats.gradient_square is None:
+        plain = drawn.total(square.sum(1))
+        return Scores(plain, plain, plain, plain)
+    mean_square, gradient = stats.input.mean_square(), stats.output_sensitivity()[drawn.rows]
+    assert stats.fisher_square is not None and stats.sensitivity is not None
+    by_token = (stats.fisher_square.sum(0) / stats.sensitivity.sum().clamp(min=1e-300)).float()
+    moments = None if stats.input.moment is None else stats.input.second_moment()
+    output = square @ mean_square if moments is None else ((error @ moments) * error).sum(1)
+    return Scores(
+        weight=drawn.total(square.sum(1)),
+        output=drawn.total(output),
+        gradient=0.5 * drawn.total(gradient * (square @ mean_square)),
+        diagonal=0.5 * drawn.total(gradient * (square @ by_token)),
+    )
+
+
+def _guess(w: Tensor, statistics: WeightStatistics) -> Tensor:
+    """(rows,): a cheap estimate of the damage by 4 bits to each row, from importance by column and sensitivity by row."""
+    group = 32 if w.shape[1] % 32 == 0 else w.shape[1]
+    pieces = w.split(max(1, _PIECE // w.shape[1]))
+    step = torch.cat([piece.unflatten(1, (-1, group)).abs().amax(2).square() for piece in pieces])
+    importance = statistics.importance() if statistics.has_importance else torch.ones(w.shape[1])
+    by_group = importance.unflatten(0, (step.shape[1], -1)).sum(1)
+    guess: Tensor = step @ by_group
+    rows = torch.zeros(len(w))
+    if statistics.gradient_square is not None:
+        rows += statistics.output_sensitivity()
+    if statistics.lookup is not None and statistics.lookup.fisher is not None:
+        role = statistics.lookup.mean_gradient() / statistics.lookup.tokens
+        energy = _mean_energy(statistics)
+        rows = rows * energy + statistics.lookup.frequency() * role
+    return guess * rows if bool(rows.any()) else guess
+
+
+def _mean_energy(statistics: WeightStatistics) -> float:
+    """Of the inputs, each token weighted by its share in the loss: it makes the two uses of a tied matrix comparable."""
+    if statistics.fisher_square is None or statistics.sensitivity is None:
+        return 1.0
+    return float(statistics.fisher_square.sum(0).mean() / statistics.sensitivity.sum().clamp(min=1e-300))

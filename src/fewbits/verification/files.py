@@ -1,0 +1,153 @@
+"""A file run in the runtime that it is meant for, beside the float model in torch, and judged by the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fewbits import artifact as artifacts
+from fewbits import model as models
+from fewbits import planning, targets
+from fewbits.artifact import manifest
+from fewbits.artifact import written as provenance
+from fewbits.artifact.draft import Draft
+from fewbits.calibration import MEMORY, Paths, split
+from fewbits.calibration.text.windows import Window
+from fewbits.errors import InputError
+from fewbits.inspection.sizes import bits_per_weight, size_of
+from fewbits.planning.accuracy import Thresholds
+from fewbits.progress import say, silent
+from fewbits.store.scratch import scratch_folder
+from fewbits.targets.export import written
+from fewbits.verification import embeddings, metrics, runtimes, sandbox
+from fewbits.verification.metrics import Verdict
+
+if TYPE_CHECKING:
+    from fewbits.model import Model
+    from fewbits.progress import Progress
+    from fewbits.store.cache import Cache
+    from fewbits.targets import Target
+    from fewbits.verification.embeddings import EmbeddingVerdict
+    from fewbits.verification.runtimes import Runtime
+    from fewbits.verification.session import Session
+
+TOKENS = 16384  # that are predicted by default: the interval of the mean KL is then about 3 % wide
+
+
+def verify(
+    path: str | Path,
+    against: str | Path | Model,
+    *,
+    data: Paths = (),
+    runtime: str = "auto",
+    max_kl: float | None = None,
+    min_agreement: float | None = None,
+    max_ppl_ratio: float | None = None,
+    min_cosine: float | None = None,
+    length: int | None = None,
+    tokens: int = TOKENS,
+    floor: bool = True,
+    memory: int = MEMORY,
+    offline: bool = False,
+    progress: Progress[Any] = silent,
+) -> Verdict | EmbeddingVerdict:
+    """Runs the file itself in the runtime it is meant for, beside the float model in torch, and judges the difference.
+
+    `data`: held-out text, by default the embedded one. `floor`: also run the float file there, to measure the runtime's own error.
+    """
+    path, thresholds = Path(path), Thresholds(max_kl, min_agreement, max_ppl_ratio, min_cosine)
+    if not path.exists():
+        raise InputError(f"there is nothing at `{path}`", "give a .gguf, an .onnx, or a folder that fewbits wrote")
+    chosen = runtimes.needed(runtimes.for_file(path) if runtime == "auto" else runtimes.get(runtime))
+    if not chosen.takes(path):
+        hint = f"leave `--runtime` out: {runtimes.for_file(path).name} does"
+        raise InputError(f"{chosen.name} does not run files like `{path.name}`", hint)
+    if not isinstance(against, models.Model) and (Path(against) / manifest.NAME).is_file():
+        hint = "`fewbits verify OUT --against MODEL`: the other way round?"
+        raise InputError(f"`{against}` is an artifact of fewbits, not the float model", hint)
+    source = against if isinstance(against, models.Model) else models.open(against, offline)
+    embeddings.check_thresholds(thresholds, source.config)
+    provenance.check(path, progress)
+    sandbox.check(chosen, path)
+    windows = split.held_out_windows(source, data, length, tokens)
+    return verdict_on(path, source, windows, Trial(chosen, thresholds, floor), progress, memory=memory)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a file is judged."""
+
+    runtime: Runtime
+    thresholds: Thresholds
+    floor: bool = True  # the float file is run too: its error is the runtime's own
+
+
+def verdict_on(
+    path: Path,
+    source: Model,
+    windows: list[Window],
+    trial: Trial,
+    progress: Progress[Any],
+    cache: Cache | None = None,
+    memory: int = MEMORY,
+) -> Verdict | EmbeddingVerdict:
+    """Runs the file on these windows. With a `cache`, windows that an earlier run judged are not run again."""
+    from fewbits.verification.resume import CachedWindows
+
+    runtime, target = trial.runtime, _target_of(trial.runtime) if trial.floor else None
+    about: dict[str, Any] = {"nbytes": size_of(path), "bits_per_weight": bits_per_weight(path, source)}
+    about |= {"runtime": runtime.name, "runtime_version": runtime.version()}
+    if embeddings.given_by(source.config):
+        ended = embeddings.texts_of(windows, source.tokenizer)
+        with _sessions(path, source, windows, runtime, target, progress, None) as (reference, sessions):
+            vectors = embeddings.compare_embeddings(reference, sessions, ended, progress)
+        return embeddings.judge(vectors["file"], trial.thresholds, **about, floor=vectors.get("floor"))
+    judged = CachedWindows(cache, source.fingerprint, path, runtime, target is not None) if cache else None
+    if judged and (count := judged.count(windows)):
+        say(progress, f"resuming: {count} of {len(windows)} windows were judged")
+    measured = judged.all(windows) if judged else None
+    if measured is None:
+        with _sessions(path, source, windows, runtime, target, progress, cache) as (reference, sessions):
+            measured = metrics.compare_logits(reference, sessions, windows, progress, judged, memory)
+    kl_floor = float(sum(measured["floor"].kl) / len(measured["floor"].kl)) if "floor" in measured else None
+    return metrics.judge(measured["file"], trial.thresholds, **about, kl_floor=kl_floor)
+
+
+@contextmanager
+def _sessions(
+    path: Path,
+    source: Model,
+    windows: list[Window],
+    runtime: Runtime,
+    target: Target | None,
+    progress: Progress[Any],
+    cache: Cache | None,
+) -> Iterator[tuple[Session, dict[str, Session]]]:
+    """The float model in torch; the file in its runtime; and, where a target is given, the float model written for it, in that runtime."""
+    from fewbits.verification.runtimes import torch as torch_runtime
+
+    length = max(map(len, windows))
+    with cache.scratch() if cache else scratch_folder() as scratch, ExitStack() as stack:
+        sessions: dict[str, Session] = {"file": stack.enter_context(closing(runtime.open(path, length)))}
+        if target:
+            file = float_file(source, target, Path(scratch), progress)
+            sessions["floor"] = stack.enter_context(closing(runtime.open(file, length)))
+        yield torch_runtime.of_model(source, cache), sessions
+
+
+def float_file(source: Model, target: Target, folder: Path, progress: Progress[Any]) -> Path:
+    """The unquantized model in the same container, on which the runtime's own error is measured."""
+    plan = planning.unquantized(source.weights, target)
+    if target.takes_drafts:
+        path = folder / target.file_name
+        target.write_draft(Draft(source, plan), path, progress)
+        return path
+    floor = artifacts.quantize(source, plan, folder / "float", progress)
+    return written(floor, folder / target.file_name, to=target.name, progress=progress)
+
+
+def _target_of(runtime: Runtime) -> Target | None:
+    return next((target for target in targets.all().values() if target.runtime == runtime.name), None)

@@ -1,0 +1,93 @@
+"""Weights laid out in tiles give the products of weights as they are stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fewbits import formats, kernels, methods
+from fewbits.devices import processor
+from fewbits.kernels.tiles import tiled
+
+MULTIPLIED = [name for name, fmt in formats.all().items() if kernels.bind(fmt, (256, 256)).multiplies]
+SHAPES = [(1, 256), (16, 512), (33, 768), (7, 544), (50, 288), (40, 100), (129, 1280)]  # stripes and chunks that end early
+TILING = [backend for backend in ("native-avx512", "native-avx2") if kernels.Kernel("q4_0", backend).runs_here() is None]
+pytestmark = pytest.mark.skipif(not TILING, reason="no instruction set of this processor multiplies by tiles")
+
+
+def _bound(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Both products have the same integers and scales and differ in the order of their sums in float32: one rounding for each block of
+    16 columns, its scale, its offset and the bias, each of at most the sum of magnitudes. Rounding x grows none of them by over a half."""
+    magnitude = 1.5 * (x.abs().double() @ w.abs().double().T) + bias.abs()
+    return (3 * w.shape[1] / 16 + 4) * 2.0**-23 * magnitude + 1e-30
+
+
+@pytest.mark.parametrize("backend", TILING)
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_tiles_multiply_as_the_stored_form(name: str, backend: str) -> None:
+    fmt, kernel = formats.get(name), kernels.Kernel(name, backend)
+    shapes = [shape for shape in SHAPES if fmt.fits(shape) is None]
+    assert shapes
+    for shape in shapes:
+        w = torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]))
+        parts = methods.get("rtn").quantize(w, fmt).parts
+        tiles = tiled(kernel, parts, shape)
+        if name == "nvfp4_tensor":  # its scales are products of two floats, which no float16 holds
+            assert tiles is None
+            continue
+        assert tiles is not None
+        decoded, bias = kernel.decode(parts, shape), torch.randn(shape[0])
+        for rows in (1, 2, 7):
+            x = torch.randn((rows, shape[1]), generator=torch.Generator().manual_seed(rows))
+            error = (tiles.matmul(x, bias).double() - kernel.matmul(x, parts, shape, bias).double()).abs()
+            # an offset is multiplied by sums of x, whose terms cancel in the decoded weight: both are larger than it
+            offsets = decoded.abs() + decoded.abs().amax(1, keepdim=True) * 4
+            assert (error <= _bound(x, offsets, bias)).all(), (shape, rows)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q3_k", "int4_g32", "int8_channel", "mxfp4"])
+def test_tiles_hold_every_code_and_extreme_scales(name: str) -> None:
+    """Rows of very different magnitudes: scales span the range of their type, and codes all that they can be."""
+    fmt, shape = formats.get(name), (48, 512)
+    kernel = kernels.Kernel(name, TILING[0])
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * torch.logspace(-6, 3, 48)[:, None]
+    parts = methods.get("rtn").quantize(w, fmt).parts
+    tiles = tiled(kernel, parts, shape)
+    assert tiles is not None
+    columns = torch.eye(shape[1])[::37]  # one column at a time: rounding to 8 bits is exact, and so is the sum
+    assert torch.equal(tiles.matmul(columns), kernel.matmul(columns, parts, shape))
+    one = torch.cat([tiles.matmul(column[None]) for column in columns])
+    largest = kernel.decode(parts, shape).abs().amax(1) * 4  # of a product and of an offset, which cancel
+    assert ((one - kernel.matmul(columns, parts, shape)).abs() <= 2.0**-22 * largest).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_any_number_of_threads_gives_the_same_bytes(threads: int) -> None:
+    shape = (1600, 1024)
+    fmt, kernel = formats.get("q5_k"), kernels.Kernel("q5_k", TILING[0])
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    parts, x = methods.get("rtn").quantize(w, fmt).parts, torch.randn(1, shape[1], generator=torch.Generator().manual_seed(1))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = tiled(kernel, parts, shape)
+        assert alone is not None
+        wanted = alone.matmul(x)
+        torch.set_num_threads(threads)
+        shared = tiled(kernel, parts, shape)
+        assert shared is not None
+        assert torch.equal(shared.tiles, alone.tiles)
+        assert torch.equal(shared.matmul(x), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_tiles_of_another_shape_are_refused() -> None:
+    fmt, kernel = formats.get("q8_0"), kernels.Kernel("q8_0", TILING[0])
+    tiles = tiled(kernel, methods.get("rtn").quantize(torch.randn(32, 64), fmt).parts, (32, 64))
+    assert tiles is not None
+    x, out = torch.randn(1, 96).numpy(), torch.empty(1, 32).numpy()
+    with pytest.raises(ValueError, match="no tiles of q8_0"):
+        processor.native().matmul_tiles("q8_0", TILING[0].removeprefix("native-"), x, tiles.tiles.numpy(), out, None, 1)
+    with pytest.raises(ValueError, match="rows of 64 columns"):
+        tiles.matmul(torch.randn(1, 96))
