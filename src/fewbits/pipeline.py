@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import artifact as artifacts
-from fewbits import model as models
 from fewbits import sensitivity
 from fewbits.artifact import manifest, written
 from fewbits.artifact.accuracy_loop import until_accurate
@@ -17,25 +16,31 @@ from fewbits.artifact.maker import Maker, OutputFile
 from fewbits.calibration import reuse, split
 from fewbits.calibration.folder import Statistics
 from fewbits.calibration.shards import check_shards
+from fewbits.calibration.split import Text
 from fewbits.calibration.text import windows
 from fewbits.errors import InputError
+from fewbits.model.gguf.model import GgufModel
+from fewbits.model.weights import TOWER
 from fewbits.preflight import Work, preflight
 from fewbits.progress import say, silent
 from fewbits.reporting import results
 from fewbits.reporting.results.quantized import Quantized
 from fewbits.request import Request
+from fewbits.sensitivity.errors import measure_errors
 from fewbits.store import executors
 from fewbits.store.cache import open_cache
 from fewbits.targets import pricing
-from fewbits.verification import embeddings, runtimes
+from fewbits.targets.gguf.source import open_source
+from fewbits.verification import embeddings, runtimes, sandbox
 from fewbits.verification.files import Trial, verdict_on
+from fewbits.verification.floor import check_floor
+from fewbits.verification.runtimes import llamacpp
 from fewbits.verification.streamed import REFERENCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fewbits.calibration.importance_matrix import ImportanceMatrix
-    from fewbits.calibration.split import Text
     from fewbits.model import Model
     from fewbits.planning import Plan
     from fewbits.planning.decision import Decision
@@ -69,20 +74,58 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress[Any] = si
 @contextmanager
 def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
     """The model, the text and the work folder, after everything that can be refused was."""
-    source = models.open(request.model, request.offline)
+    source = open_source(request.model, request.offline)
     request.check(source)
-    plan = request.fixed_plan(source)
-    text = _text(request, source, plan)
     if not request.no_verify:
         runtimes.needed(runtimes.get(request.target.runtime))
-    ahead = preflight(source, request.target, request.path, _work(request, source, text, plan), plan)
+    subject = request.laid_out(source, progress)
+    if isinstance(source, GgufModel):
+        request = _without_checkpoint(request, source)
+    plan = request.fixed_plan(subject)
+    text = _text(request, source, plan)
+    remarks = _remarks(request, source, subject, text)
+    for remark in remarks:
+        say(progress, remark)
+    ahead = preflight(subject, request.target, request.path, _work(request, subject, text, plan), plan)
     ahead.check()
     say(progress, ahead.line())
     with (
         open_cache(request.work, request.fresh, progress) as cache,
         executors.open_crew(request.workers, source, request.model, request.offline) as crew,
     ):
-        yield Run(request, source, plan, text, cache, crew, progress)
+        yield Run(request, source, subject, plan, text, remarks, cache, crew, progress)
+
+
+def _without_checkpoint(request: Request, source: GgufModel) -> Request:
+    """What a GGUF of an unknown architecture leaves possible."""
+    if request.method == "auto" and request.imatrix is None:
+        request = replace(request, method="rtn")
+    if not request.no_verify:
+        sandbox.check(runtimes.get(request.target.runtime), source.path)
+        request = replace(request, no_verify=llamacpp.is_unknown(source.path))
+    return request
+
+
+def _remarks(request: Request, source: Model, subject: Model, text: Text) -> tuple[str, ...]:
+    """What a reader of the result should know; the float file of a layout is run for it, and refused if it computes something else."""
+    said = []
+    if quantized := getattr(source.checkpoint, "source_quantization", None):
+        said.append(f"The source was itself quantized ({quantized}): the file is compared with what it decodes to")
+    if isinstance(subject, GgufModel) and subject.origin is None:
+        said.append(f"`{subject.config.model_type}` is not in fewbits' table: its matrices were quantized as the file lays them out")
+        if request.imatrix is None:
+            said.append("Without its checkpoint or an importance matrix (`--imatrix`) all columns of a weight count alike")
+        if request.no_verify:
+            said.append("The file was not run: this llama.cpp knows no such architecture, or `--no-verify` was given")
+    elif isinstance(subject, GgufModel):
+        said += [subject.remark] if subject.remark else []
+        if any(weight.kind == TOWER for weight in source.weights):
+            said.append(
+                "The file holds the language model alone: llama.cpp's converter makes one of the vision or audio tower (`--mmproj`)"
+            )
+        if not request.no_verify:
+            said.append(check_floor(subject, text.windows, request.max_floor))
+    return tuple(said)
 
 
 @dataclass(frozen=True)
@@ -91,41 +134,52 @@ class Run:
 
     request: Request
     source: Model
+    subject: Model  # what is planned and written: the source, or the source as llama.cpp lays it out
     plan: Plan | None  # None: there is a budget to spend
     text: Text
+    remarks: tuple[str, ...]  # what a reader of the result should know of the source
     cache: Cache
     crew: Crew | None
     progress: Progress[Any]
 
     def calibrate(self) -> Statistics | ImportanceMatrix | None:
         asked = self.request
-        if asked.stats is not None:
-            return reuse.given(asked.stats, self.source)
+        if asked.statistics is not None:
+            return reuse.given(asked.statistics, self.source, self.subject)
         if self.text.samples is None:
             return None
-        return reuse.collected(
+        assert not isinstance(self.source, GgufModel), "no text was drawn for it"
+        statistics = reuse.collected(
             self.source, self.text.samples, asked.work / "statistics", self.cache,
             memory=asked.memory, shards=asked.shards, crew=self.crew, progress=self.progress,
         )  # fmt: skip
+        return reuse.matched(statistics, self.subject)
 
     def measure(self, statistics: Statistics | ImportanceMatrix | None) -> Sensitivity:
         """The table of this model and text, from the work folder if it is there."""
         asked = self.request
-        candidates = pricing.candidates_for(self.source, asked.target, asked.constraints.formats, asked.constraints.overrides)
-        if not isinstance(statistics, Statistics):
-            raise InputError("planning needs statistics with gradients", "give `--data`, or `--stats` with a folder of `fewbits calibrate`")
-        table = sensitivity.measure(
-            self.source, statistics, candidates, asked.method, cache=self.cache, crew=self.crew, progress=self.progress
-        )
+        candidates = pricing.candidates_for(self.subject, asked.target, asked.constraints.formats, asked.constraints.overrides)
+        if isinstance(statistics, Statistics):
+            table = sensitivity.measure(
+                self.subject, statistics, candidates, asked.method, cache=self.cache, crew=self.crew, progress=self.progress
+            )
+        elif asked.budget.by_accuracy:
+            raise InputError("an accuracy needs gradients", "give `--data`, or `--stats` with a folder of `fewbits calibrate`")
+        else:
+            say(
+                self.progress,
+                "there are no gradients: bits go where weighted errors are largest, a weaker forecast than one of KL",
+            )
+            table = measure_errors(self.subject, statistics, candidates, self.progress)
         if asked.budget.counts_container:  # a dry run takes seconds where a graph is traced
-            table = pricing.with_container(table, self.source, asked.target)
+            table = pricing.with_container(table, self.subject, asked.target)
         table.save(asked.work / TABLE)
         return table
 
     def maker(self, statistics: Statistics | ImportanceMatrix | None) -> Maker:
         asked = self.request
         return Maker(
-            source=self.source, text=self.text, statistics=statistics, work=asked.work, cache=self.cache, progress=self.progress,
+            source=self.subject, text=self.text, statistics=statistics, work=asked.work, cache=self.cache, progress=self.progress,
             rewrite=asked.rewrite, memory=asked.memory, target=asked.target, sequential=asked.sequential, tune=asked.tune, crew=self.crew,
         )  # fmt: skip
 
@@ -134,7 +188,7 @@ class Run:
         asked = self.request
         if asked.budget.by_accuracy:
             return until_accurate(maker, asked.path, table, asked.budget, asked.constraints, asked.rounds, self.verify)
-        decision = pricing.within_file(table, self.source, asked.target, asked.budget, asked.constraints)
+        decision = pricing.within_file(table, self.subject, asked.target, asked.budget, asked.constraints)
         made = maker.make(decision.plan, asked.path)
         return made, self.verify(made.path), decision, ()
 
@@ -144,7 +198,7 @@ class Run:
         if asked.no_verify:
             return None
         trial = Trial(runtimes.get(asked.target.runtime), asked.limits)
-        return verdict_on(file, self.source, self.text.windows, trial, self.progress, self.cache, asked.memory)
+        return verdict_on(file, self.subject, self.text.windows, trial, self.progress, self.cache, asked.memory)
 
     def report(self, made: OutputFile, verdict: Any, decision: Decision | None = None, rounds: Sequence[Round] = ()) -> Quantized:
         """results.json and the page made of it, in the work folder."""
@@ -154,8 +208,8 @@ class Run:
                 artifacts.add_verdict(folder, verdict.to_dict())
         gathered = results.gather(
             results.Subject(made.prepared.model, made.artifact, made.path), decision=decision, statistics=made.prepared.statistics,
-            windows=() if asked.no_verify or embeddings.given_by(self.source.config) else self.text.windows,
-            commands=results.commands(asked), memory=asked.memory, progress=self.progress,
+            windows=() if asked.no_verify or self.subject.layout or embeddings.given_by(self.source.config) else self.text.windows,
+            commands=results.commands(asked), memory=asked.memory, remarks=self.remarks, progress=self.progress,
         )  # fmt: skip
         plan, coverage, rewrites = made.prepared.plan, made.prepared.coverage, made.prepared.rewrites
         about = coverage, made.artifact.outcomes, rewrites, decision, rounds, gathered
@@ -169,7 +223,12 @@ class Run:
 
 def _text(request: Request, source: Model, plan: Plan | None) -> Text:
     """Samples where something is calibrated, and windows to judge on."""
-    collects = request.stats is None and request.calibrates(plan)
+    if isinstance(source, GgufModel):
+        if request.no_verify:
+            return Text(None, [])
+        llamacpp.lend_tokenizer(source)
+        return Text(None, split.held_out_windows(source, request.held_out, request.length, request.tokens))
+    collects = request.statistics is None and request.calibrates(plan)
     samples = request.samples if collects or request.sequential or request.tune else 0
     text = split.split(source, request.data, request.held_out, samples, request.length, request.seed, request.tokens)
     check_shards(text.samples if collects else None, request.shards)
@@ -179,7 +238,7 @@ def _text(request: Request, source: Model, plan: Plan | None) -> Text:
 def _work(request: Request, source: Model, text: Text, plan: Plan | None) -> Work:
     constraints = request.constraints
     return Work(
-        samples=len(text.samples.ids) if text.samples and request.stats is None else 0,
+        samples=len(text.samples.ids) if text.samples and request.statistics is None else 0,
         length=max(map(len, text.samples.ids)) if text.samples else windows.window_length(source.config, request.length),
         buffer=request.memory,
         formats=0 if plan else len(pricing.candidates_for(source, request.target, constraints.formats, constraints.overrides)),

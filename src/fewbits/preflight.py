@@ -31,15 +31,19 @@ from fewbits.calibration.recorders import DRAWN_PER_SAMPLE
 from fewbits.calibration.triangles import SMALL_COLUMNS
 from fewbits.devices import host
 from fewbits.errors import InputError, MissingError
+from fewbits.formats.runtime import kv
+from fewbits.model import Model
 from fewbits.model.walk import BATCH_TOKENS
 from fewbits.planning import budgets, footprint
 from fewbits.sensitivity import prediction
 
 if TYPE_CHECKING:
-    from fewbits.model import Model
+    from fewbits.model.gguf.model import GgufModel
     from fewbits.model.weights import Weight
     from fewbits.planning import Plan
     from fewbits.targets import Target
+
+    Source = Model | GgufModel
 
 _FLOAT, _DOUBLE, _HALF = 4, 8, 2  # bytes
 _MARGIN = 64 << 20  # bytes of memory for Python, the allocator and threads
@@ -132,7 +136,7 @@ _LESS_MEMORY = {
 
 
 def preflight(
-    source: Model, target: Target, out: Path, work: Work, plan: Plan | None = None, *, clock: Callable[[], float] = time.perf_counter
+    source: Source, target: Target, out: Path, work: Work, plan: Plan | None = None, *, clock: Callable[[], float] = time.perf_counter
 ) -> Preflight:
     """`out`: the file to be written; the work folder is beside it. `plan`: if it is known; else 16 bits for every weight are counted.
     `clock`: measures the speed; `time.process_time` ignores other programs."""
@@ -159,7 +163,7 @@ def preflight(
 class _Sizes:
     """Sizes of the model that the steps share; in bytes unless said otherwise."""
 
-    source: Model
+    source: Source
     target: Target
     work: Work
     plan: Plan | None
@@ -179,8 +183,8 @@ class _Sizes:
 
     def met(self, weight: Weight) -> float:
         """The share of tokens that it is multiplied with."""
-        count = footprint.experts(self.source.config) if weight.expert is not None else 0
-        return int(getattr(self.source.config, "num_experts_per_tok", count)) / count if count else 1.0
+        count = footprint.experts(self.text) if weight.expert is not None else 0
+        return (kv.largest(self.text, "num_experts_per_tok") or count) / count if count else 1.0
 
     @cached_property
     def blocks(self) -> dict[str, list[Weight]]:
@@ -239,18 +243,28 @@ class _Sizes:
     def session(self) -> int:
         """Memory of a runtime for one window, beside the weights."""
         try:
-            shape = footprint.shape(self.source.config)
+            shape = footprint.shape(self.text)
         except (InputError, AttributeError):  # a model whose KV cache cannot be counted: for one window it is small
             return 0
         return footprint.memory(shape, 0, footprint.Use(self.work.length)).total
 
     @property
-    def hidden(self) -> int:
-        return int(self.source.config.hidden_size)
+    def text(self) -> Any:
+        """The config of the language model; of a GGUF perhaps just its settings."""
+        return kv.text_config(self.source.config)
+
+    @cached_property
+    def state(self) -> tuple[int, int]:
+        """Numbers of a token between two blocks: those that every block writes anew, and all."""
+        from fewbits.model.blocks import state_columns
+
+        checkpoint = getattr(self.source, "origin", self.source)
+        known = state_columns(checkpoint) if isinstance(checkpoint, Model) else None
+        return known or (int(getattr(self.text, "hidden_size", 0)),) * 2
 
     @property
     def vocabulary(self) -> int:
-        return int(getattr(self.source.config, "vocab_size", 0))
+        return int(getattr(self.text, "vocab_size", 0))
 
     @cached_property
     def largest(self) -> int:
@@ -258,11 +272,12 @@ class _Sizes:
 
 
 def _calibrating(sizes: _Sizes, work: Work, rate: float) -> Step:
-    between = (sizes.layers + 2) * work.tokens * sizes.hidden * _FLOAT
-    states = 2 * work.tokens * sizes.hidden * _FLOAT  # input and output of one block; the others are in files
+    changing, columns = sizes.state
+    between = (sizes.layers * changing + 2 * columns) * work.tokens * _FLOAT
+    states = (2 if changing == columns else 3) * work.tokens * columns * _FLOAT  # input and output of one block; the others are in files
     batch = max(BATCH_TOKENS, work.length)
     rows = max(sum(sum(weight.shape) for weight in block) for name, block in sizes.blocks.items() if name or len(sizes.blocks) == 1)
-    heads = int(getattr(sizes.source.config, "num_attention_heads", 1))
+    heads = kv.largest(sizes.text, "num_attention_heads") or 1
     activations = _FLOAT * batch * (2 * rows + 2 * heads * work.length)  # inputs and outputs with their gradients; scores and theirs
     logits = 6 * _FLOAT * work.length * sizes.vocabulary
     drawn = work.samples * max(weight.shape[1] for weight in sizes.weights) * (_FLOAT + _HALF * DRAWN_PER_SAMPLE) * 8
@@ -321,7 +336,7 @@ def _verifying(sizes: _Sizes, work: Work, rate: float) -> Step:
     floats = sum(formats.get(weight.dtype).nbytes(weight.shape) for weight in sizes.weights) + sizes.beside
     logits = 8 * _FLOAT * work.length * sizes.vocabulary
     making = min(floats, 3 * _FLOAT * sizes.largest if sizes.target.takes_drafts else SHARD_BYTES + 3 * _FLOAT * sizes.largest)
-    states = min(work.buffer, 2 * work.verified * sizes.hidden * _FLOAT)
+    states = min(work.buffer, 2 * work.verified * sizes.state[1] * _FLOAT)
     loaded = {"llama.cpp": sizes.packed, "torch": sizes.block}.get(sizes.target.runtime, sizes.packed + floats)
     memory = loaded + max(making, sizes.block + states + logits + 2 * sizes.session) + _MARGIN + _LIBRARY
     seconds = 3 * 2 * sizes.multiplied * work.verified / rate + 4 * floats / _DISK_RATE + _STARTING

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fewbits import calibration, methods, planning
 from fewbits.artifact import preparation
 from fewbits.errors import InputError
 from fewbits.formats import get as format_named
 from fewbits.formats.runtime import activations as activation_formats
+from fewbits.model.gguf.model import GgufModel
 from fewbits.planning import decision, rounds, speed
 from fewbits.planning.accuracy import Thresholds
 from fewbits.planning.constraints import Constraints, listed
@@ -22,6 +23,7 @@ from fewbits.store.files import Staged
 from fewbits.store.untrusted import read_text
 from fewbits.targets import pricing
 from fewbits.targets.export import check_target, output_path, target_for
+from fewbits.targets.gguf.source import MAX_FLOOR, Like, layout_for
 from fewbits.verification import embeddings
 from fewbits.verification.files import TOKENS
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from fewbits.calibration import Paths
     from fewbits.model import Model
     from fewbits.planning import Plan
+    from fewbits.progress import Progress
     from fewbits.store.executors import Chosen
     from fewbits.targets import Target
 
@@ -43,6 +46,10 @@ class Request:
     out: str | Path
     to: str | None = None  # the target; None: it follows from the name of `out`
     split: int | None = None  # bytes of tensors in each of several GGUF files
+    like: str | Path | None = None  # a float GGUF of the same model, which says how llama.cpp lays it out
+    converter: str | None = None  # llama.cpp's converter, which makes one: a folder, a script, or `pip`
+    accept_unmatched: bool = False  # matrices of it that are not in the checkpoint are carried over in float, however many
+    max_floor: float = MAX_FLOOR  # KL of the float file in llama.cpp to the float model, above which nothing is begun
 
     format: str | None = None  # one format for all weights
     plan: str | Path | None = None  # a plan.json
@@ -67,6 +74,7 @@ class Request:
     data: Paths = ()  # text to calibrate with; none given: the embedded text
     held_out: Paths = ()  # text to judge on; none given: a part of `data` that calibration does not see, or the embedded text
     stats: str | Path | None = None  # statistics that `calibrate` wrote, or llama.cpp's importance matrix
+    imatrix: str | Path | None = None  # llama.cpp's importance matrix, in the place of statistics
     samples: int = calibration.SAMPLES
     length: int | None = None
     seed: int = 0
@@ -90,6 +98,8 @@ class Request:
         fixed = [given for given in (self.format, self.plan, self.size, self.fits) if given is not None]
         if len(fixed) > 1 or not (fixed or self.budget.given):
             raise InputError("give one budget", _BUDGETS)
+        if self.imatrix is not None and self.stats is not None:
+            raise InputError("`--imatrix` and `--stats` are two kinds of statistics", "give one of them")
         if not self.has_budget:
             self._check_nothing_ignored()
 
@@ -126,6 +136,12 @@ class Request:
         )
 
     @property
+    def statistics(self) -> Path | None:
+        """What is there already: a folder of `calibrate`, or an importance matrix; None: text is calibrated with, where it is needed."""
+        given = self.stats if self.imatrix is None else self.imatrix
+        return None if given is None else Path(given)
+
+    @property
     def has_budget(self) -> bool:
         """The plan is to be found; otherwise a format or a plan.json says it."""
         return self.format is None and self.plan is None
@@ -135,10 +151,25 @@ class Request:
         embeddings.check_thresholds(self.limits, source.config)
         if self.path.exists() and self.path.samefile(source.path):
             raise InputError(f"`{self.path}` is the model itself", "choose another `-o`")
-        check_target(self.target, source.path, source.config, source.tokenizer)
+        if self.imatrix is not None and not Path(self.imatrix).is_file():
+            raise InputError(f"there is no file `{self.imatrix}`", "`--imatrix` takes a file of llama-imatrix, .gguf or .dat")
+        if self.target.name != "gguf" and not isinstance(source, GgufModel):
+            check_target(self.target, source.path, source.config, source.tokenizer)
         Staged(self.path, self.target.marker).check()
+
+    def laid_out(self, source: Model, progress: Progress[Any]) -> Model:
+        """The model whose weights are planned and written: the source itself, or the source as llama.cpp lays it out."""
+        how = Like(self.like, self.converter, self.accept_unmatched, self.max_floor)
+        subject = layout_for(source, self.target, how, self.work, progress)
+        if subject.layout:
+            self._check_as_laid_out(subject)
         if self.has_budget:
-            self._check_plannable(source)
+            self._check_plannable(subject)
+        return subject
+
+    def without_gradients(self, source: Model) -> bool:
+        """Nothing runs the source block by block, so that nothing is known of its gradients."""
+        return isinstance(source, GgufModel) and source.origin is None
 
     def fixed_plan(self, source: Model) -> Plan | None:
         """The plan that a format or a plan.json says; None: there is a budget to spend."""
@@ -162,6 +193,22 @@ class Request:
         if self.plan is not None and (name := next((name for name, given in said.items() if given), None)):
             raise InputError(f"`{name}` does not go with `--plan`", "the plan says it itself: edit plan.json instead")
 
+    def _check_as_laid_out(self, subject: Model) -> None:
+        """What works on the modules of a checkpoint is refused for matrices that are laid out for llama.cpp."""
+        asked = {"--sequential": self.sequential, "--tune": self.tune, "--rewrite": self.rewrite != "none"}
+        asked |= {"--activations": self.activations != "none", "--kv": self.kv is not None, "--executor": self.executor != executors.LOCAL}
+        if name := next((name for name, given in asked.items() if given), None):
+            raise InputError(f"`{name}` does not go with a layout that is not fewbits' own", "leave it out")
+        if self.without_gradients(subject):
+            if self.data or self.stats is not None:
+                name = "--data" if self.data else "--stats"
+                hint = "give `--imatrix FILE` of llama.cpp, or the model's folder `--like` this file; `--held-out` takes text to judge on"
+                raise InputError(f"`{name}` is for calibrating, and nothing here runs a `{subject.config.model_type}` block by block", hint)
+            if self.has_budget and self.budget.by_accuracy:
+                raise InputError("an accuracy needs gradients, and nothing here runs this model block by block", "give a size, or a format")
+            if self.method.lower() == "gptq":
+                raise InputError("gptq needs second moments of the inputs", "leave `--method` out")
+
     def _check_plannable(self, source: Model) -> None:
         methods.get(self.method)
         self.constraints.rules_for(source.weights)
@@ -169,7 +216,7 @@ class Request:
             raise InputError("`--rewrite` goes with `--format`", "a budget chooses formats for the weights as they are")
         if self.activations != "none":
             raise InputError("`--activations` goes with `--format`", "or make a plan first and edit it")
-        if embeddings.given_by(source.config):
+        if embeddings.given_by(source.config) and not self.without_gradients(source):
             raise InputError(
                 "a budget needs a language model: plans are found by their effect on logits, and an encoder has none",
                 "use `--format` or `--plan`",

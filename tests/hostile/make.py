@@ -14,14 +14,15 @@ import folder_cases
 import gguf_cases
 import onnx_cases
 import plan_cases
+import published_cases
 import statistics_cases
 import vast_cases
 from benign import Benign
 from cases import CASES, Case
 
 MODULES = (  # importing them fills CASES
-    artifact_cases, compressed_cases, config_cases, data_cases, folder_cases, gguf_cases, onnx_cases, plan_cases, statistics_cases,
-    vast_cases,
+    artifact_cases, compressed_cases, config_cases, data_cases, folder_cases, gguf_cases, onnx_cases, plan_cases, published_cases,
+    statistics_cases, vast_cases,
 )  # fmt: skip
 
 # kind -> verb -> its words. {x}: the hostile file; {model}, {gguf} ...: honest ones; {out}: a place to write to

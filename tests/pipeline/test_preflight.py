@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from zoo.models import build
 
 from fewbits import formats, model, planning, targets
 from fewbits.benchmarks.synthetic_llama import Shape, write_checkpoint
@@ -154,3 +155,20 @@ def test_what_cannot_fit_is_refused_with_a_hint(less: dict[str, Any], what: str)
 
 def test_the_line_says_memory_disk_and_time() -> None:
     assert ROOMY.line() == "this will need up to 300 B of memory, 600 B of disk, about 2 min (quantizing 5 s, verifying 2 min)"
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4_shared", "gemma3n", "hunyuan_moe", "mamba2", "bert"])
+def test_sizes_are_found_wherever_a_config_has_them(name: str, tmp_path: Path) -> None:
+    """In the config of its language part, another one for each layer, in a list, or not at all."""
+    source = model.open(build(name, tmp_path / "model"))
+    ahead = preflight(source, targets.get("fewbits"), tmp_path / "out", Work(8, 32, formats=2, verified=64))
+    assert all(step.memory > 0 and step.seconds > 0 for step in ahead.steps)
+
+
+def test_all_that_is_stored_between_blocks_is_counted(tmp_path: Path) -> None:
+    """Of this model five times the hidden states, of which four are given to blocks and stored once."""
+    source = model.open(build("gemma4_shared", tmp_path / "model"))
+    one, two = (preflight(source, targets.get("fewbits"), tmp_path / "out", Work(n, 512)).steps[0].disk for n in (1000, 2000))
+    between = 4 * 512 * (4 * (256 + 768) + 2 * (256 + 768 + 1024))
+    assert two - one >= 1000 * between
+    assert two - one < 2 * 1000 * between  # samples of inputs are kept beside them

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_models import SMALL, TOKENS, WIDE, Written, assert_as_good_as_float32, small_llama, source_of, uniform, write
-from transformers import GPT2Config, Lfm2Config, LlamaConfig, MixtralConfig, Qwen2MoeConfig
+from transformers import GPT2Config, Lfm2Config, LlamaConfig
 
 from fewbits import formats, model, planning, progress
 from fewbits.errors import InputError
@@ -148,24 +148,6 @@ KEPT: dict[str, tuple[Any, str, str]] = {
         Lfm2Config(**SMALL, hidden_size=64, intermediate_size=96, num_hidden_layers=2, layer_types=["conv", "full_attention"]),
         "conv.conv",
         "convolution",
-    ),
-    "experts": (
-        MixtralConfig(**SMALL, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_local_experts=2),
-        "experts",
-        "experts",
-    ),
-    "experts beside a shared one": (
-        Qwen2MoeConfig(
-            **SMALL,
-            hidden_size=64,
-            num_hidden_layers=1,
-            num_experts=4,
-            moe_intermediate_size=32,
-            num_experts_per_tok=2,
-            shared_expert_intermediate_size=64,
-        ),
-        ".experts.",
-        "experts",
     ),
 }
 

@@ -25,6 +25,7 @@ from fewbits.errors import InputError, MissingError
 from fewbits.formats.runtime.activations import Activation
 from fewbits.model import Model, chain, experts
 from fewbits.model.blocks import Blocks
+from fewbits.model.state import Layout
 from fewbits.model.weights import Weight
 from fewbits.progress import silent
 from fewbits.store.cache import Cache
@@ -67,9 +68,9 @@ OTHERS: dict[str, tuple[bool, Any]] = {
             vocab_size=512, hidden_size=64, num_hidden_layers=3, state_size=16, head_dim=16, num_heads=8, n_groups=2, chunk_size=16
         ),
     ),
-    # a second input made of the tokens for every block, and keys that later blocks share
+    # a second input made of the tokens for every block, several hidden states for each token, and keys that later blocks read again
     "gemma3n": (
-        False,
+        True,
         transformers.Gemma3nTextConfig(
             **_TEXT, vocab_size_per_layer_input=512, hidden_size_per_layer_input=16, num_key_value_heads=2, head_dim=16,
             intermediate_size=96, num_kv_shared_layers=2, laurel_rank=8, layer_types=["sliding_attention", "full_attention"] * 2,
@@ -96,8 +97,15 @@ def test_what_is_no_chain_of_blocks_is_run_whole(name: str, tmp_path: Path) -> N
     assert Blocks(source).is_chain == is_chain
     assert_equal_to_the_whole(source, tmp_path)
     if not is_chain:
-        with pytest.raises(InputError, match="share more than hidden states"):
+        with pytest.raises(InputError, match="share their weights"):
             collect(source, mixtures.samples_of(WINDOWS), tmp_path / "stats")
+
+
+LEAKS = {
+    "from a block to a later one": "read the output of other blocks",
+    "past the last block": "are not all that the logits depend on",
+    "of a sum over the tokens": "are given `position_ids` of shape",
+}
 
 
 class TestChains:
@@ -105,7 +113,7 @@ class TestChains:
     def llama(self, tmp_path: Path) -> Model:
         return models.open(save_random(MODELS["llama"](), tmp_path / "model"))
 
-    @pytest.mark.parametrize("leak", ["from a block to a later one", "past the last block", "of the tokens"])
+    @pytest.mark.parametrize("leak", LEAKS)
     def test_a_leak_is_noticed(self, llama: Model, leak: str) -> None:
         blocks = Blocks(llama)
         first, last = blocks.stubs[0], blocks.stubs[-1]
@@ -114,16 +122,32 @@ class TestChains:
         def forward(stub: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             if stub is last and leak == "from a block to a later one":
                 kwargs["position_ids"] = first.answer if first.answer is not None else first.hidden
-            if stub is last and leak == "of the tokens":
-                kwargs["position_ids"] = first.hidden
+            if stub is last and leak == "of a sum over the tokens":
+                kwargs["position_ids"] = first.hidden.sum(1)
             return plain(stub, hidden, *args, **kwargs)
 
         with pytest.MonkeyPatch.context() as patch:
-            assert chain.is_chain(blocks)
+            assert isinstance(chain.layout_of(blocks), Layout)
             patch.setattr(type(last), "forward", forward)
             if leak == "past the last block":
                 patch.setattr(blocks.module.lm_head, "forward", lambda x: ends(x + first.hidden))
-            assert not chain.is_chain(blocks)
+            found = chain.layout_of(blocks)
+            assert isinstance(found, str) and LEAKS[leak] in found
+
+    def test_an_input_made_of_the_tokens_is_part_of_the_state(self, llama: Model) -> None:
+        blocks = Blocks(llama)
+        plain, last = type(blocks.stubs[-1]).forward, blocks.stubs[-1]
+
+        def forward(stub: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if stub is last:
+                kwargs["position_ids"] = blocks.stubs[0].hidden
+            return plain(stub, hidden, *args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(last), "forward", forward)
+            layout = chain.layout_of(blocks)
+        assert isinstance(layout, Layout) and [list(pieces) for pieces in layout.given] == [[]] * (len(blocks) - 1) + [[("position_ids",)]]
+        assert layout.given[-1]["position_ids",].where == slice(layout.changing, 2 * layout.changing)
 
 
 @pytest.fixture(scope="module")

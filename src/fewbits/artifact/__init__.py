@@ -28,6 +28,7 @@ from fewbits.artifact import manifest
 from fewbits.artifact.manifest import Manifest, Provenance
 from fewbits.errors import InputError
 from fewbits.model import limits
+from fewbits.model.gguf import metadata
 from fewbits.progress import silent
 from fewbits.store.dtypes import DTYPES
 from fewbits.store.files import Staged, sha256_of, to_json
@@ -62,6 +63,7 @@ class Artifact:
         self.weights, self.rest = self.manifest.weights, self.manifest.rest
         self.outcomes, self.provenance = dict(self.manifest.outcomes), self.manifest.provenance
         self._open: dict[str, TensorFile] = {}
+        self.layout = self.manifest.layout
         manifest.check_files(path, self.manifest)
         self.plan = planning.read(read_text(path / PLAN, manifest.HINT), self.weights)
         self._check_types()
@@ -79,6 +81,8 @@ class Artifact:
     @cached_property
     def config(self) -> Any:
         """The config of the source, without what was added to config.json for transformers to load the weights."""
+        if self.layout and not (self.path / "config.json").is_file():
+            return self._laid_out_config()
         from transformers import AutoConfig
 
         from fewbits.model.module import check_fit
@@ -95,8 +99,21 @@ class Artifact:
 
             del config.quantization_config
             config.dtype = next((getattr(torch, name) for name in about.get("published", {}).values() if name), None)
-        check_fit(config, self.weights, self.rest, self.path)
+        if self.layout is None:
+            check_fit(config, self.weights, self.rest, self.path)
         return config
+
+    def _laid_out_config(self) -> Any:
+        """Of a source without a checkpoint."""
+        from fewbits.model.gguf import settings
+
+        return settings.config_of(metadata.values(self.path / metadata.FILE), len(self.manifest.shard_of), self.path)
+
+    @property
+    def metadata_file(self) -> Path | None:
+        """A GGUF without tensors, whose metadata the next GGUF gets; None: the source was no GGUF."""
+        file = self.path / metadata.FILE
+        return file if file.is_file() else None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -125,8 +142,16 @@ class Artifact:
         """(rows, cols) float32: the values that a runtime computes with."""
         return kernels.decode(formats.get(self.plan[weight.name].format), self.parts(weight), weight.shape)
 
+    def expect_modules(self) -> Artifact:
+        """The same artifact; an error if its weights are not those of transformers' modules."""
+        if self.layout:
+            hint = f"`fewbits export --to {self.layout}` writes its file, and that runtime runs it"
+            raise InputError(f"the weights of `{self.path}` are laid out for {self.layout}, not as transformers' modules", hint)
+        return self
+
     def module(self) -> Any:
         """The float32 transformers module with decoded weights."""
+        self.expect_modules()
         from fewbits.model.module import filled_module
 
         matrices = ((weight, self.decoded(weight)) for weight in self.weights)
@@ -228,7 +253,7 @@ def write(model: Model, plan: Plan, path: Path, quantized: Stream, calibration: 
         (folder / PLAN).write_text(plan.to_json())
         used = {entry.format: manifest.version_of(entry.format) for entry in plan.entries}
         origin = manifest.provenance(model.path.name, model.fingerprint, calibration)
-        manifest.seal(folder, Manifest(model.weights, model.rest, origin, shard_of, used, how, errors))
+        manifest.seal(folder, Manifest(model.weights, model.rest, origin, shard_of, used, how, errors, layout=model.layout))
     return Artifact(path)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import formats
@@ -37,6 +38,14 @@ class Draft:
     @property
     def config(self) -> Any:
         return self.model.config
+
+    @property
+    def layout(self) -> str | None:
+        return self.model.layout
+
+    @property
+    def metadata_file(self) -> Path | None:
+        return self.model.metadata_file
 
     @property
     def tokenizer(self) -> Any:

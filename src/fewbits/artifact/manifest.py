@@ -68,6 +68,7 @@ class Manifest:
     errors: Mapping[str, float] = field(default_factory=dict)  # by weight: |decoded - float| / |float|, in the Frobenius norm
     verdicts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by runtime, the latest
     files: Mapping[str, FileRecord] = field(default_factory=dict)  # all but fewbits.json itself; empty in schema 1
+    layout: str | None = None  # the target whose names and order of rows the weights have; None: those of the transformers module
     schema: tuple[int, int] = SCHEMA
 
     @property
@@ -122,6 +123,7 @@ def read(folder: Path) -> Manifest:
             errors=dict(content.get("errors", {})),
             verdicts=dict(content.get("verdicts", {})),
             files=files,
+            layout=None if content.get("layout") is None else str(content["layout"]),
             schema=schema,
         )
         _check_rows(manifest)
@@ -181,7 +183,8 @@ def seal(folder: Path, manifest: Manifest) -> None:
     size = sum((folder / shard).stat().st_size for shard in manifest.shards)
     index = {"metadata": {"total_size": size}, "weight_map": dict(manifest.shard_of)}
     (folder / INDEX).write_text(json.dumps(index, indent=1))
-    _announce(folder / "config.json")
+    if manifest.layout is None:
+        _announce(folder / "config.json")
     files = {
         path.name: FileRecord(path.stat().st_size, sha256_of(path))
         for path in sorted(folder.iterdir())
@@ -197,7 +200,7 @@ def seal(folder: Path, manifest: Manifest) -> None:
         "rest": list(manifest.rest),
         "errors": dict(manifest.errors),
         "outcomes": dict(manifest.outcomes),
-    }
+    } | ({"layout": manifest.layout} if manifest.layout else {})
     (folder / NAME).write_text(to_json(about))
 
 

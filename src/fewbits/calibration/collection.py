@@ -68,17 +68,21 @@ def collect(
             result.link(folder / file_name("input", block))
             experts |= result.values["experts"]
             weights |= {reader: {"block": block, "site": site} for site, readers in result.values["readers"].items() for reader in readers}
-        lookups: dict[str, dict[str, Any]] = {f"{name}:lookup": {"usage": usage} for name, usage in collector.usage.items()}
+        lookups: dict[str, dict[str, Any]] = {f"{name}:lookup": {"usage": usage} for name, usage in collector.entry.usage.items()}
         if gradients:
             for block, result in collector.backward(progress):
                 if block < len(blocks):
                     result.link(folder / file_name("gradient", block))
+                    moved = {key.rpartition(":")[0] for key in result.tensors}
+                    weights |= {name: {"block": block, "site": None} for name in set(weights) - moved if weights[name]["block"] == block}
                 else:
                     output = result.tensors
-            for name, gradient in collector.at_embeddings().items():
+            looked_up, multiplied = collector.at_entry()
+            output |= packed({name: vars(gradients) for name, gradients in multiplied.items()})
+            for name, gradient in looked_up.items():
                 lookups[f"{name}:lookup"] |= {"fisher_square": gradient.fisher_square, "fisher": gradient.fisher}
         save(folder, "gradient", len(blocks), output | packed(lookups))
-        for weight in source.weights:  # embeddings, weights that no text reaches, and convolutions in groups: each group has another input
+        for weight in source.weights:  # embeddings, what no text reaches, and convolutions in groups: each group has another input
             weights.setdefault(weight.name, {"block": len(blocks), "site": None})
         about = {
             "schema": SCHEMA,

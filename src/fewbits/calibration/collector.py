@@ -11,14 +11,16 @@ second derivative of the KL divergence to the model itself, which is what quanti
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fewbits.calibration import folder
+from fewbits.calibration.entry import Entry
 from fewbits.calibration.recorders import (
+    AnotherCacheError,
     GradientRecorder,
     Gradients,
     InputRecorder,
@@ -60,12 +62,12 @@ class Collector:
         self, blocks: Blocks, samples: Sequence[Sequence[int]], room: Room, cache: Cache, *, hessians: bool, gradients: bool
     ) -> None:
         self.blocks, self.hessians, self.gradients = blocks, hessians, gradients
-        self.usage: dict[str, Tensor] = {}  # per embedding: how often each row was looked up
         self._cache = cache.of(source=blocks.model.fingerprint, text=hash_of(samples), hessians=hessians, gradients=gradients, seed=_SEED)
         self._walk = Walk(blocks, batches(samples), room)
-        with self._counting_lookups():
-            self._entered = self._walk.enter()
+        self.entry = Entry(self._walk, hessians)
+        self._entered = self.entry.enter()
         self._output = room.new(self._entered.shape)  # of the block at hand, until it is in the cache
+        self._joined: Tensor | None = None
 
     def blocks_in_cache(self) -> int:
         """Of how many blocks all statistics are in the cache."""
@@ -80,7 +82,8 @@ class Collector:
             if not self.gradients:
                 self._cache.drop("hidden", block=index)
             return_free_memory()
-        yield count, self._cache.find("input", block=count) or self._keep_inputs(count, self._output_sites(), {}, {})
+        outer = finished(self.entry.inputs)
+        yield count, self._cache.find("input", block=count) or self._keep_inputs(count, outer | self._output_sites(), {}, {})
 
     def backward(self, progress: Progress[int]) -> Iterator[tuple[int, Result]]:
         """(block, the gradients of its weights), last to first; the output matrix as number len(blocks)."""
@@ -92,16 +95,9 @@ class Collector:
             self._cache.drop("hidden", block=index + 1)
             return_free_memory()
 
-    def at_embeddings(self) -> dict[str, Gradients]:
-        """The gradients of what was looked up, after the backward pass."""
-        gradient, gradients = self._back(0), {}
-        for weight in self.blocks.outer_weights:
-            if weight.kind == "embedding" and weight.shape[1] == gradient.shape[1]:
-                gradients[weight.name] = Gradients.of(weight, self.hessians)
-                for batch in self._walk.batches:
-                    g = batch.view(gradient)
-                    gradients[weight.name].add(g, g.new_ones(*batch.ids.shape, 1), batch.half)
-        return gradients
+    def at_entry(self) -> tuple[dict[str, Gradients], dict[str, Gradients]]:
+        """The gradients of what was looked up and of what was multiplied before the first block, after the backward pass."""
+        return self.entry.gradients(self._back(0), self._walk.room.rest().new)
 
     def _hidden(self, index: int) -> Tensor:
         """What this block reads. If its file is gone or damaged, the block before is run again."""
@@ -109,7 +105,16 @@ class Collector:
             return self._entered
         if self._cache.find("hidden", block=index) is None:
             self._forward(index - 1)
-        return self._state("hidden", index)
+        return self._with_given(self._state("hidden", index))
+
+    def _with_given(self, changing: Tensor) -> Tensor:
+        """What blocks are given beside the state that they change is stored once, not after every block."""
+        if changing.shape == self._entered.shape:
+            return changing
+        if self._joined is None:
+            self._joined = self._walk.room.new(self._entered.shape).copy_(self._entered)
+        self._joined[:, : changing.shape[1]] = changing
+        return self._joined
 
     def _back(self, index: int) -> Tensor:
         """The gradient of the loss at this block's input; at len(blocks), at the last block's output."""
@@ -123,17 +128,23 @@ class Collector:
         return result.tensors["state"]
 
     def _forward(self, index: int) -> Result:
+        try:
+            return self._recorded(index, KvRecorder())
+        except AnotherCacheError:  # in its first batch: this block is no attention alone, and runs without a cache
+            return self._recorded(index, None)
+
+    def _recorded(self, index: int, kv: KvRecorder | None) -> Result:
         hidden = self._hidden(index)
         recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), self.hessians, self._walk.room.rest().new)
-        kv, experts = KvRecorder(), dict[str, Tensor]()
+        experts = dict[str, Tensor]()
         with (
             self._walk.block(index) as block,
             recorder.attached(),
             counting_experts(block.module, self.blocks.prefix(index), experts),
         ):
             block.run(hidden, self._output, recorder.next_batch, kv)
-        self._cache.keep("hidden", {}, {"state": self._output}, block=index + 1)
-        return self._keep_inputs(index, finished(recorder), kv.ranges, experts)
+        self._cache.keep("hidden", {}, {"state": self._output[:, : self.blocks.layout.changing]}, block=index + 1)
+        return self._keep_inputs(index, finished(recorder), kv.ranges if kv else {}, experts)
 
     def _keep_inputs(self, block: int, sites: Sites, kv: dict[str, Tensor], experts: dict[str, Tensor]) -> Result:
         tensors = folder.packed({name: folder.input_fields(statistics) for name, (statistics, _) in sites.items()} | {"kv": kv})
@@ -151,6 +162,8 @@ class Collector:
                 x = batch.view(hidden).detach().requires_grad_()
                 (back,) = torch.autograd.grad(block.call(batch, x), x, batch.view(gradient))
                 batch.view(self._output).copy_(back)
+        for name in recorder.unmoved:  # it chooses (the best k of something), and a choice has no gradient: nothing is known about it
+            recorder.gradients.pop(name, None)
         return self._keep_gradients(index, recorder)
 
     def _keep_gradients(self, block: int, recorder: GradientRecorder) -> Result:
@@ -161,13 +174,14 @@ class Collector:
     @torch.no_grad()
     def _output_sites(self) -> Sites:
         modules, hidden = self._output_modules(), self._hidden(len(self.blocks))
+        last = self._last(modules)
         recorder = InputRecorder(Watched(modules), self.hessians, self._walk.room.rest().new)
 
         def enough(*_: Any) -> None:
             raise _Enough
 
         with recorder.attached():
-            handles = [module.register_forward_pre_hook(enough) for module in modules.values()]
+            handles = [modules[name].register_forward_pre_hook(enough) for name in last]
             for batch in self._walk.batches:
                 recorder.next_batch(batch)
                 with suppress(_Enough):
@@ -193,31 +207,24 @@ class Collector:
         return self._keep_gradients(len(self.blocks), recorder)
 
     def _output_modules(self) -> dict[str, nn.Module]:
-        """Outer matrices that multiply: a separate output matrix, or the second role of a tied embedding."""
+        """Outer matrices that multiply after the blocks: a separate output matrix, or the second role of a tied embedding."""
         modules = {}
         for weight in self.blocks.outer_weights:
+            if weight in self.entry.multiplied:
+                continue
             path = weight.tied_to if weight.kind == "embedding" else weight.name
             if path is not None and weight.expert is None and weight.kind != "convolution":
                 modules[weight.name] = self.blocks.submodule(path)
         return modules
 
-    @contextmanager
-    def _counting_lookups(self) -> Iterator[None]:
-        handles = []
-        for weight in self.blocks.outer_weights:
-            if weight.kind != "embedding":
-                continue
-
-            def see(_: nn.Module, inputs: tuple[Any, ...], name: str = weight.name, rows: int = weight.shape[0]) -> None:
-                seen = torch.bincount(inputs[0].flatten(), minlength=rows)
-                self.usage[name] = self.usage.get(name, torch.zeros(rows, dtype=torch.int64)) + seen
-
-            handles.append(self.blocks.submodule(weight.name).register_forward_pre_hook(see))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _last(self, modules: dict[str, nn.Module]) -> list[str]:
+        """The one that is called last, found by a trial with one token."""
+        called: list[str] = []
+        handles = [module.register_forward_pre_hook(lambda *_, name=name: called.append(name)) for name, module in modules.items()]
+        self.blocks.leave(self._entered[:1].unsqueeze(0))
+        for handle in handles:
+            handle.remove()
+        return called[-1:]
 
 
 def loss_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:

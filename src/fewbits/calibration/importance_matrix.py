@@ -103,8 +103,11 @@ class ImportanceMatrix:
     def __init__(self, path: Path, source: Model) -> None:
         self.path = path
         self._entries = _read(path)
-        places = architectures.Places(source.config)
-        self._tensors = {weight.name: [place.tensor for place in places(weight.parameter)] for weight in source.weights}
+        if source.layout:
+            self._tensors = {weight.name: [weight.parameter] for weight in source.weights}
+        else:
+            places = architectures.Places(source.config)
+            self._tensors = {weight.name: [place.tensor for place in places(weight.parameter)] for weight in source.weights}
         if not any(tensor in self._entries for tensors in self._tensors.values() for tensor in tensors):
             raise InputError(f"`{path}` names no weight of `{source.path.name}`", "is it the importance matrix of another model?")
         self._weights = {weight.name: weight for weight in source.weights}

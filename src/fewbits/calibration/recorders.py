@@ -128,8 +128,17 @@ def watched(blocks: Blocks, weights: Sequence[Weight]) -> Watched:
 
 
 def _has_one_input(module: nn.Module) -> bool:
-    """Each group of a grouped convolution reads other inputs: there are no second moments that all its rows share."""
-    return not isinstance(module, _CONVOLUTIONS) or module.groups == 1
+    """Each group of a grouped convolution reads other inputs: there are no second moments that all its rows share. A table is looked up."""
+    return not isinstance(module, nn.Embedding) and (not isinstance(module, _CONVOLUTIONS) or module.groups == 1)
+
+
+def _is_product(module: nn.Module, x: Tensor, output: Any) -> bool:
+    """Whether the output is the product with the module's weight and nothing else: a router may return several tensors, and some linear
+    layers multiply groups of channels with parts of the weight."""
+    if not isinstance(output, Tensor):
+        return False
+    weight = module._parameters["weight"]
+    return isinstance(module, _CONVOLUTIONS) or (weight is not None and output.shape[-1] * x.shape[-1] == weight.numel())
 
 
 class _Recorder:
@@ -247,15 +256,17 @@ class GradientRecorder(_Recorder):
         super().__init__(watched)
         seen = [weight for weight in weights if weight.name in watched.modules or weight.name in watched.experts]
         self.gradients = {weight.name: Gradients.of(weight, hessians, new) for weight in seen}
+        self.unmoved = set(watched.modules)  # no gradient has come to the output of these
 
     def _attach(self, name: str, module: nn.Module) -> Any:
         def see(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if not isinstance(output, Tensor):  # a router that returns several tensors: which of them is the product is not known
+            if not _is_product(module, inputs[0], output):
                 self.gradients.pop(name, None)
                 return
             x, half = inputs_of(module, inputs[0].detach()), self._batch.half
 
             def on_gradient(gradient: Tensor) -> None:
+                self.unmoved.discard(name)
                 self.gradients[name].add(x, outputs_of(module, gradient).reshape(*x.shape[:2], -1), half)
 
             output.register_hook(on_gradient)
@@ -289,11 +300,18 @@ def outputs_of(module: nn.Module, y: Tensor) -> Tensor:
     return y.movedim(-1 - len(module.kernel_size), -1) if isinstance(module, _CONVOLUTIONS) else y
 
 
+class AnotherCacheError(AttributeError):
+    """A block asked its cache for more than to take keys and values: a state-space or convolution layer keeps something else there."""
+
+
 class KvRecorder:
     """Takes the place of a KV cache, and stores only the ranges of keys and values, per head and channel."""
 
     def __init__(self) -> None:
         self.ranges: dict[str, Tensor] = {}  # key_low, key_high, value_low, value_high: (heads, channels)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AnotherCacheError(name)
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         for name, x in (("key", keys), ("value", values)):

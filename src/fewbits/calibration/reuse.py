@@ -11,8 +11,10 @@ from fewbits.calibration import collection
 from fewbits.calibration.collector import STEPS
 from fewbits.calibration.folder import ABOUT, Statistics
 from fewbits.calibration.importance_matrix import ImportanceMatrix
+from fewbits.calibration.matched import MatchedStatistics
 from fewbits.calibration.shards import CollectOptions, collect_shards, drop_shards
 from fewbits.errors import InputError
+from fewbits.model.gguf.model import GgufModel
 from fewbits.progress import say, silent
 from fewbits.store.cache import hash_of
 
@@ -24,14 +26,20 @@ if TYPE_CHECKING:
     from fewbits.store.executors.crew import Crew
 
 
-def given(path: str | Path, source: Model) -> Statistics | ImportanceMatrix:
-    """Statistics that the user names: a folder of `fewbits calibrate`, or an importance matrix of llama.cpp."""
-    if Path(path).is_file():
-        return ImportanceMatrix(Path(path), source)
+def given(path: Path, source: Model, subject: Model) -> Statistics | ImportanceMatrix:
+    """Statistics that the user names: a folder of `fewbits calibrate`, or an importance matrix of llama.cpp. They are of the source, and
+    asked for the weights of `subject`, which may be the same model as llama.cpp lays it out."""
+    if path.is_file():
+        return ImportanceMatrix(path, subject)
     statistics = Statistics(Path(path)).expect(source.weights)
     if statistics.model_sha256 != source.fingerprint:
         raise InputError(f"`{path}` holds statistics of another model", "calibrate this one: leave `--stats` out")
-    return statistics
+    return matched(statistics, subject)
+
+
+def matched(statistics: Statistics, subject: Model) -> Statistics:
+    """The same statistics for the weights of `subject`."""
+    return MatchedStatistics(statistics, subject) if isinstance(subject, GgufModel) else statistics
 
 
 def collected(

@@ -27,6 +27,8 @@ def measure(
     memory: options.Memory = "1GB",
     executor: options.Executor = "local",
     store: options.Store = None,
+    like: options.Like = None,
+    converter: options.Converter = None,
     offline: options.Offline = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -37,7 +39,7 @@ def measure(
 
     result = run(
         model, out, stats=stats, to=to, formats=options.names_of(formats), method=method, probes=probes, kv=options.names_of(kv),
-        held_out=held_out or (), tokens=tokens, memory=options.bytes_of(memory), executor=executor, store=store, offline=offline,
-        progress=progress_for(as_json, quiet),
+        held_out=held_out or (), tokens=tokens, memory=options.bytes_of(memory), executor=executor, store=store, like=like,
+        converter=converter, offline=offline, progress=progress_for(as_json, quiet),
     )  # fmt: skip
     show(result, plans.measured, as_json, quiet)

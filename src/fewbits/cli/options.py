@@ -18,6 +18,13 @@ Calibration = Annotated[
     list[str] | None, typer.Option("--data", help="Text to calibrate with: text, JSONL, Parquet, a folder, or - (stdin).")
 ]
 Stats = Annotated[Path | None, typer.Option("--stats", help="Statistics that `fewbits calibrate` wrote, instead of new ones.")]
+Like = Annotated[
+    Path | None, typer.Option("--like", metavar="FLOAT.gguf", help="A float GGUF of the same model: any architecture, laid out like it.")
+]
+Converter = Annotated[
+    str | None, typer.Option("--converter", metavar="PATH", help="llama.cpp's checkout, which makes that file; or pip, which fetches one.")
+]
+Imatrix = Annotated[Path | None, typer.Option("--imatrix", help="llama.cpp's importance matrix, .gguf or .dat, in place of calibrating.")]
 HeldOut = Annotated[list[Path] | None, typer.Option("--held-out", help="Text to judge on. Default: a part of --data that is set aside.")]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples to calibrate with, at most.")]
 Memory = Annotated[

@@ -53,6 +53,13 @@ def quantize(
     min_cosine: options.MinCosine = None,
     max_error: options.MaxError = None,
     split_size: options.SplitSize = None,
+    like: options.Like = None,
+    converter: options.Converter = None,
+    accept_unmatched: Annotated[
+        bool, typer.Option("--accept-unmatched", help="Carry over what of --like is not in the checkpoint, even if it is more than 1 %.")
+    ] = False,
+    max_floor: Annotated[float, typer.Option("--max-floor", help="KL of the float file in llama.cpp above which nothing is begun.")] = 1e-3,
+    imatrix: options.Imatrix = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Write the file without running it.")] = False,
     executor: options.Executor = "local",
     store: options.Store = None,
@@ -68,7 +75,8 @@ def quantize(
             "--size": size, "--fits": fits, "--kv": kv, "--stats": stats, "--rewrite": rewrite != "none", "--tune": tune, "--to": to,
             "--sequential": sequential, "--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio,
             "--held-out": held_out, "--formats": formats, "--together": together, "--split-size": split_size,
-            "--executor": executor != "local", "--store": store, "--shards": shards > 1,
+            "--executor": executor != "local", "--store": store, "--shards": shards > 1, "--like": like, "--converter": converter,
+            "--imatrix": imatrix,
         }  # fmt: skip
         onnx.quantize(
             model, out, refused, as_json, quiet, format=format, plan=plan, override=override or (), method=method, activations=activations,
@@ -79,7 +87,7 @@ def quantize(
     from fewbits.planning.speed import parse_bandwidth
     from fewbits.reporting.terminal import quantized
 
-    text_given = {"calibrated": data or stats or method == "rtn", "judged": data or held_out or no_verify}
+    text_given = {"calibrated": data or stats or imatrix or method == "rtn", "judged": data or held_out or no_verify}
     if not (all(text_given.values()) or as_json or quiet):
         note_default_text(model, " and ".join(step for step, given in text_given.items() if not given))
     result = run(
@@ -89,6 +97,7 @@ def quantize(
         stats=stats, samples=samples, seed=seed, rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv,
         memory=options.bytes_of(memory), max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, min_cosine=min_cosine,
         length=length, tokens=tokens, no_verify=no_verify, executor=executor, store=store, shards=shards, fresh=fresh, offline=offline,
+        like=like, converter=converter, accept_unmatched=accept_unmatched, max_floor=max_floor, imatrix=imatrix,
         progress=progress_for(as_json, quiet),
     )  # fmt: skip
     show(result, quantized.show, as_json, quiet)

@@ -27,6 +27,7 @@ def verify(
     max_error: options.MaxError = None,
     memory: options.Memory = "1GB",
     no_floor: Annotated[bool, typer.Option("--no-floor", help="Do not also run the float file in the same runtime.")] = False,
+    like: options.Like = None,
     offline: options.Offline = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -43,8 +44,8 @@ def verify(
         note_default_text(against, "judged")
     verdict = run(
         path, against, data=data or (), runtime=runtime, max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
-        min_cosine=min_cosine, length=length, tokens=tokens, floor=not no_floor, memory=options.bytes_of(memory), offline=offline,
-        progress=progress_for(as_json, quiet),
+        min_cosine=min_cosine, length=length, tokens=tokens, floor=not no_floor, memory=options.bytes_of(memory), like=like,
+        offline=offline, progress=progress_for(as_json, quiet),
     )  # fmt: skip
     show(verdict, verdicts.show, as_json, quiet)
     raise typer.Exit(0 if verdict.passed else 1)

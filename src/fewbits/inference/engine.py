@@ -92,7 +92,7 @@ def run(
 
     from fewbits.artifact import Artifact
 
-    artifact = Artifact(Path(folder))
+    artifact = Artifact(Path(folder)).expect_modules()
     tokens = _prompt_tokens(artifact.tokenizer, prompt, raw)
     if not tokens:
         raise InputError("the prompt has no tokens", "give some text")

@@ -145,10 +145,13 @@ def _folder(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
     checkpoint = checkpoints.open(path)
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}
     tensors: list[Loadable] = []
+    storage = getattr(checkpoint, "storage", lambda _: None)  # of one that is published quantized
     for name in checkpoint.names():
         shape, dtype = checkpoint.shape(name), checkpoint.dtype(name)
-        tensors.append((TensorInfo(name, dtype, shape, math.prod(shape) * itemsize[dtype]), partial(checkpoint.load, name)))
-    return "checkpoint", checkpoint.config.to_diff_dict(), tensors
+        kind, nbytes = storage(name) or (dtype, math.prod(shape) * itemsize[dtype])
+        tensors.append((TensorInfo(name, kind, shape, nbytes), partial(checkpoint.load, name)))
+    quantized = getattr(checkpoint, "source_quantization", None)
+    return "checkpoint", checkpoint.config.to_diff_dict() | ({"source_quantization": quantized} if quantized else {}), tensors
 
 
 def _gguf(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:

@@ -16,6 +16,7 @@ from fewbits.errors import InputError
 from fewbits.model import checkpoints
 from fewbits.model.checkpoints import Checkpoint
 from fewbits.model.checkpoints.converted import converted
+from fewbits.model.finite import checked_finite, on_a_cache_line
 from fewbits.model.module import filled_module, skeleton_of
 from fewbits.model.tokenizer import load_tokenizer
 from fewbits.model.weights import Weight, kind_of
@@ -23,10 +24,10 @@ from fewbits.model.weights import Weight, kind_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_ABSURD = 1e30  # no weight is so large, and its square would be infinite in float32
-
 
 class Model:
+    layout: str | None = None  # the container whose names its weights have; None: those of the transformers module
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._skeleton = skeleton_of(self.config, self.path, len(checkpoint.names()))
@@ -42,19 +43,26 @@ class Model:
     def config(self) -> Any:
         return self.checkpoint.config
 
+    @property
+    def metadata_file(self) -> Path | None:
+        """A GGUF whose metadata the next file gets; None: the source is no GGUF."""
+        return self.path if self.path.is_file() else None
+
     def load(self, weight: Weight) -> Tensor:
         """(rows, cols) float32; non-finite values are refused by name."""
+        return checked_finite(on_a_cache_line(self.stored(weight).float().contiguous()), weight.name)
+
+    def stored(self, weight: Weight) -> Tensor:
+        """(rows, cols) in the type of the checkpoint: not checked, and perhaps the mapped file. Do not write to it."""
         stored = self._stored(weight.parameter)
         if weight.expert is None:
-            matrix = weight.view(self.checkpoint.load(stored))
-        else:
-            matrix = self.checkpoint.load_slice(stored, weight.expert)
-            matrix = matrix.T if weight.transposed else matrix
-        return _finite(_aligned(matrix.float().contiguous()), weight.name)
+            return weight.view(self.checkpoint.load(stored))
+        matrix = self.checkpoint.load_slice(stored, weight.expert)
+        return matrix.T if weight.transposed else matrix
 
     def tensor(self, name: str) -> Tensor:
         """One of `rest`, by the name of its parameter."""
-        return _finite(self.checkpoint.load(self._stored(name)), name)
+        return checked_finite(self.checkpoint.load(self._stored(name)), name)
 
     def module(self) -> nn.Module:
         """The float32 transformers module: the reference that everything is judged against."""
@@ -79,7 +87,7 @@ class Model:
         from torch import nn
         from transformers.pytorch_utils import Conv1D
 
-        from fewbits.model import experts
+        from fewbits.model import experts, reached
 
         weights: list[Weight] = []
         seen: dict[int, int] = {}  # id of the parameter -> index of its weight
@@ -107,7 +115,7 @@ class Model:
             kind = "convolution" if convolution else "embedding" if isinstance(module, nn.Embedding) else kind_of(name)
             seen[id(parameter)] = len(weights)
             weights.append(Weight(name, (rows, cols), kind, self.checkpoint.dtype(stored[f"{name}.weight"]), transposed))
-        return tuple(weights), tuple(name for name in stored if name not in taken)
+        return reached.with_towers(weights, self._skeleton, self.config), tuple(name for name in stored if name not in taken)
 
     def _all_checked(self) -> dict[str, str]:
         """The checkpoint's name of every parameter and buffer that it must have, in the shape that it must have."""
@@ -140,21 +148,3 @@ class Model:
 
 def open(where: str | Path, offline: bool = False) -> Model:
     return Model(checkpoints.open(where, offline))
-
-
-def _aligned(matrix: Tensor) -> Tensor:
-    """The same matrix, at an address that begins a cache line. A mapped file may hold it at any address, and elsewhere a product with one
-    row adds up in another order: results would depend on the layout of the file."""
-    return matrix.clone() if matrix.data_ptr() % 64 else matrix
-
-
-def _finite(tensor: Tensor, name: str) -> Tensor:
-    """The same tensor, or an error that names the place of a value that is NaN, infinite, or too large to multiply."""
-    if not tensor.numel() or not tensor.is_floating_point():
-        return tensor
-    low, high = tensor.aminmax()  # NaN propagates; one pass over memory, where testing every element takes three
-    if float(low) >= -_ABSURD and float(high) <= _ABSURD:
-        return tensor
-    place = tuple((~(tensor.float().abs() <= _ABSURD)).nonzero()[0].tolist())
-    where = f"row {place[0]}, column {place[1]}" if len(place) == 2 else f"position {place[0]}" if len(place) == 1 else f"{place}"
-    raise InputError(f"`{name}` holds {tensor[place].item():g} at {where}", "the checkpoint is damaged")

@@ -1,14 +1,13 @@
 """The blocks of a model, with the weights of one of them in memory at a time. walk.py takes samples through them.
 
-No architecture is named here. The blocks are the module list that holds most of the weights. What a block is called with besides the
-hidden states (masks, rotary angles, the kind of attention) is recorded by stubs that the model calls in the blocks' places. Embeddings
-and the output matrix, each as large as a block, are in memory only while samples enter or leave the model. If the experts of a block
-together exceed a limit, they are loaded one at a time.
+No architecture is named here. The blocks are the module list that holds most of the weights that text reaches. What a block is called
+with besides the state (masks, rotary angles, the kind of attention) is recorded by stubs that the model calls in the blocks' places; what
+the state is, state.py says. Embeddings and the output matrix, each as large as a block, are in memory only while samples enter or leave
+the model. If the experts of a block together exceed a limit, they are loaded one at a time.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -21,12 +20,14 @@ from fewbits.errors import InputError
 from fewbits.model import chain
 from fewbits.model.experts import ExpertsOnDemand, placeholder, with_eager_experts
 from fewbits.model.module import empty_module
+from fewbits.model.state import Layout
+from fewbits.model.stubs import Call, Stopped, Stub, put
+from fewbits.model.weights import TOWER
 from fewbits.store.heap import return_free_memory
 
 if TYPE_CHECKING:
     from fewbits.model.weights import Weight
 
-Call = dict[str, Any]  # the arguments of one block, hidden states left out
 _FLOAT = 4  # bytes
 
 
@@ -51,73 +52,52 @@ class Source(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
 
-class _Stub(nn.Module):
-    """Takes the place of a block in the model, and records what it is called with."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self._block = [block]  # in a list, so that it does not count as a submodule
-        self.seen: Call = {}
-        self.hidden: Tensor | None = None
-        self.answer: Tensor | None = None
-        self.stop = False
-        self.in_tuple = False
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_block"][0], name)  # models read attributes of a block, such as its kind of attention
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(self._block[0].forward).bind(*args, **kwargs)
-        named = dict(bound.arguments)
-        extra = named.pop("kwargs", {})
-        self.hidden = named.pop(next(iter(named)))
-        self.seen = {**named, **extra}
-        if self.stop:
-            raise _Stopped
-        answer = self.hidden if self.answer is None else self.answer
-        assert answer is not None
-        return (answer,) if self.in_tuple else answer
-
-
-class _Stopped(Exception):  # noqa: N818 - not an error: all blocks were called, and the rest of the model need not run
-    pass
-
-
 class Blocks:
     def __init__(self, model: Source, memory: int | None = None) -> None:
         """`memory`: bytes that the experts of a block may take together before they are loaded one at a time; None: no limit."""
         self.model, self._memory = model, memory
         # experts are multiplied one by one, so that the inputs of each can be seen
         self.module = empty_module(with_eager_experts(model.config)).eval().requires_grad_(False)
-        self.path, blocks = _blocks_of(self.module)
+        self.path, blocks = _blocks_of(self.module, model.weights)
         self._blocks = list(blocks)
-        self.stubs = [_Stub(block) for block in self._blocks]  # in the places of the blocks
+        self.stubs = [Stub(block) for block in self._blocks]  # in the places of the blocks
         self._shapes = {name: tensor.shape for name, tensor in self._parameters.items()}
         for name in self._names():  # uninitialized values take no memory on fresh pages, but these may be reused ones
             self._parameters[name].data = _NOTHING.expand(self._shapes[name])
         return_free_memory()
         self._supplied: dict[str, Callable[[], Tensor]] = {}  # experts of the filled block that are loaded for each product
-        parent, _, attribute = self.path.rpartition(".")
-        setattr(self.module.get_submodule(parent), attribute, nn.ModuleList(self.stubs))
+        put(self.module, self.path, nn.ModuleList(self.stubs))
         self._ends = [weight for weight in self.outer_weights if weight.expert is None and weight.kind != "convolution"]
-        at_the_ends = {weight.parameter for weight in self._ends}
-        self._fill(name for name in self._names() if not name.startswith(f"{self.path}.") and name not in at_the_ends)
+        elsewhere = {weight.parameter for weight in self._ends} | {weight.parameter for weight in model.weights if weight.kind == TOWER}
+        self._fill(name for name in self._names() if not name.startswith(f"{self.path}.") and name not in elsewhere)
         self._hold([])
-        self.is_chain = chain.is_chain(self)
+        self._layout = chain.layout_of(self)
 
     def __len__(self) -> int:
         return len(self._blocks)
 
+    @property
+    def is_chain(self) -> bool:
+        return isinstance(self._layout, Layout)
+
     def expect_chain(self) -> Blocks:
-        if not self.is_chain:
+        if not isinstance(self._layout, Layout):
             raise InputError(
-                f"the blocks of {type(self.module).__name__} share more than hidden states: they cannot be run one by one",
+                f"the blocks of {type(self.module).__name__} {self._layout}: they cannot be run one by one",
                 "use `--method rtn`, which needs no calibration",
             )
         return self
+
+    @property
+    def layout(self) -> Layout:
+        """What is in the state between two blocks."""
+        self.expect_chain()
+        assert isinstance(self._layout, Layout)
+        return self._layout
+
+    def block(self, index: int) -> nn.Module:
+        """Without its weights, if it is not `filled`."""
+        return self._blocks[index]
 
     def prefix(self, index: int) -> str:
         """The path of a block: `model.layers.3`."""
@@ -133,8 +113,8 @@ class Blocks:
 
     @property
     def outer_weights(self) -> list[Weight]:
-        """Those in no block: embeddings and the output matrix."""
-        return [weight for weight in self.model.weights if not weight.name.startswith(f"{self.path}.")]
+        """Those in no block that text reaches: embeddings and the output matrix."""
+        return [weight for weight in self.model.weights if not weight.name.startswith(f"{self.path}.") and weight.kind != TOWER]
 
     def submodule(self, path: str) -> nn.Module:
         """By its path in the model, inside a block or outside."""
@@ -181,12 +161,17 @@ class Blocks:
         return (lambda: setattr(parameter, "data", data)) if weight.expert is None else (lambda: self.put(weight, data))
 
     def enter(self, ids: Tensor) -> tuple[Tensor, list[Call]]:
-        """(hidden states that the first block reads, the other arguments of each block) for ids (batch, length)."""
+        """(the state that the first block reads, the other arguments of each block) for ids (batch, length)."""
+        hidden, calls = self.call_stubs(ids)
+        return self.layout.entered(hidden, calls), calls
+
+    def call_stubs(self, ids: Tensor) -> tuple[Tensor, list[Call]]:
+        """(hidden states as the first block reads them, the other arguments of each block)"""
         self._hold([weight for weight in self._ends if weight.kind != "output"])
         self.stubs[-1].stop = True
         try:
             self.module(input_ids=ids, use_cache=False)
-        except _Stopped:
+        except Stopped:
             pass
         finally:
             self.stubs[-1].stop = False
@@ -194,13 +179,14 @@ class Blocks:
         assert hidden is not None
         return hidden, [stub.seen for stub in self.stubs]
 
-    def leave(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Logits (batch, length, vocabulary) from the last block's output, or from some of its positions.
+    def leave(self, state: Tensor) -> Tensor:  # (batch, length, columns)
+        """Logits (batch, length, vocabulary) from the state after the last block, or from some of its positions."""
+        return self.logits_of(self.layout.hidden_of(state), torch.zeros(state.shape[:2], dtype=torch.long))
 
-        `ids` do not change the logits of a chain; chain.py varies them to check that."""
+    def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """From what the last block returns. `ids` do not change the logits of a chain; chain.py varies them to check that."""
         self._hold([weight for weight in self._ends if weight.kind != "embedding" or weight.tied_to])
         self.stubs[-1].answer = hidden
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.long) if ids is None else ids
         try:
             logits: Tensor = self.module(input_ids=ids, use_cache=False, return_dict=False)[0]
         finally:
@@ -245,11 +231,9 @@ class Blocks:
         finally:
             self._supplied.clear()
 
-    def run(self, block: nn.Module, hidden: Tensor, call: Call, cache: Any = None) -> Tensor:
-        """One block. `cache`: its `update` is given the keys and values as attention will read them."""
-        out = block(hidden, **(call if cache is None else {**call, "past_key_values": cache}))
-        result: Tensor = out[0] if isinstance(out, tuple) else out
-        return result
+    def run(self, index: int, state: Tensor, call: Call, cache: Any = None) -> Tensor:
+        """The state after this block. `cache`: its `update` is given the keys and values as attention will read them."""
+        return self.layout.run(index, self._blocks[index], state, call if cache is None else {**call, "past_key_values": cache})
 
     @cached_property
     def _parameters(self) -> dict[str, Tensor]:
@@ -299,13 +283,27 @@ class Blocks:
                 self._parameters[name].data = self.model.tensor(name).float()
 
 
+def state_columns(model: Source) -> tuple[int, int] | None:
+    """Numbers of a token between two blocks: those that every block writes anew, and all. None: its blocks cannot be run one by one."""
+    try:
+        layout = Blocks(model).layout
+    except InputError:
+        return None
+    return layout.changing, layout.columns
+
+
 _NOTHING = torch.zeros(())  # expanded to the shape of an embedding, tokens can be looked up in it, and it takes no memory
 
 
-def _blocks_of(module: nn.Module) -> tuple[str, nn.ModuleList]:
-    lists = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
+def _blocks_of(module: nn.Module, weights: Sequence[Weight]) -> tuple[str, nn.ModuleList]:
+    towers = {weight.parameter for weight in weights if weight.kind == TOWER}
+    lists = {path: part for path, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part)}
     if not lists:
         raise InputError(
             f"{type(module).__name__} has no list of blocks to walk through", "only models of repeated blocks can be calibrated"
         )
-    return max(lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))
+
+    def reached(path: str) -> int:
+        return sum(p.numel() for name, p in lists[path].named_parameters() if f"{path}.{name}" not in towers)
+
+    return (largest := max(lists, key=reached)), lists[largest]

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fewbits.formats.runtime.kv import text_config
+
 _MATMULS = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 _PROBED_TOKENS = 4
 
@@ -129,6 +131,7 @@ class ExpertsOnDemand(TorchFunctionMode):
             return func(*args, **kwargs)
         batched, x = args[1].dim() == 3, args[0]
         inputs = list(x if x.dim() == 3 else x.expand(len(matrices), *x.shape)) if batched else [x]
+        func = _alone if func in (torch.bmm, Tensor.bmm) else func
         outputs: list[Tensor] = []
         for one, (parameter, expert, w) in zip(inputs, matrices, strict=True):
 
@@ -138,6 +141,11 @@ class ExpertsOnDemand(TorchFunctionMode):
 
             outputs.append(_Multiplied.apply(one, func, supplied, args[2:], kwargs))  # type: ignore[no-untyped-call]
         return torch.stack(outputs) if batched else outputs[0]
+
+
+def _alone(x: Tensor, w: Tensor) -> Tensor:
+    """One matrix of a batch."""
+    return torch.bmm(x.unsqueeze(0), w.unsqueeze(0))[0]
 
 
 class _Multiplied(torch.autograd.Function):
@@ -168,7 +176,7 @@ def find(model: nn.Module, config: Any) -> dict[str, bool]:
 
     A three-dimensional parameter that no product was seen with is left out: nothing says that it holds matrices.
     """
-    width = getattr(config.get_text_config(), "hidden_size", None)
+    width = getattr(text_config(config), "hidden_size", None)
     transposed_of: dict[str, bool] = {}
     alike: dict[tuple[object, ...], dict[str, bool]] = {}  # the layers of a model mostly are: one of each kind is tried
     for path, module in model.named_modules():

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from fewbits.model.blocks import Blocks, Call
+    from fewbits.model.blocks import Blocks
+    from fewbits.model.stubs import Call
     from fewbits.store.mapped import Room
 
 BATCH_TOKENS = 2048  # enough rows for a matrix product to run at full speed
@@ -62,11 +63,14 @@ class Walk:
         self.calls: dict[tuple[int, ...], list[Call]] = {}  # by the shape of a batch: the other arguments of each block
 
     @torch.no_grad()
-    def enter(self, changed: Mapping[str, Callable[[], Tensor]] | None = None) -> Tensor:
-        """A new buffer with what the first block reads. `changed`: embeddings by name, in place of the model's."""
+    def enter(self, changed: Mapping[str, Callable[[], Tensor]] | None = None, before: Callable[[Batch], None] | None = None) -> Tensor:
+        """A new buffer with what the first block reads. `changed`: embeddings by name, in place of the model's. Each batch is announced
+        to `before`."""
         hidden = torch.empty(0)
         with self.blocks.swapped(self.blocks.outer_weights, changed or {}):
             for batch in self.batches:
+                if before:
+                    before(batch)
                 entered, calls = self.blocks.enter(batch.ids)
                 self.calls.setdefault(tuple(batch.ids.shape), calls)
                 if not len(hidden):
@@ -98,7 +102,7 @@ class LoadedBlock:
     def call(self, batch: Batch, x: Tensor, cache: Any = None) -> Tensor:  # (samples, length, width) -> the same shape
         """One batch. `cache`: its `update` is given keys and values, if the block takes a cache."""
         call = self.walk.calls[tuple(batch.ids.shape)][self.index]
-        return self.walk.blocks.run(self.module, x, call, cache if "past_key_values" in call else None)
+        return self.walk.blocks.run(self.index, x, call, cache if "past_key_values" in call else None)
 
     @torch.no_grad()
     def run(self, hidden: Tensor, into: Tensor | None, before: Callable[[Batch], None] | None = None, cache: Any = None) -> None:

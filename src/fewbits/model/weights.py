@@ -15,6 +15,8 @@ _KINDS = (
     (r"lm_head|output|score|classifier", "output"),
 )
 
+TOWER = "tower"  # the kind of a weight that no text reaches: of a vision or audio tower, or its projector
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -26,7 +28,7 @@ class Weight:
 
     name: str  # path of the module, `model.layers.0.mlp.up_proj`, or of an expert, `model.layers.0.mlp.experts.down_proj.3`
     shape: tuple[int, int]
-    kind: str  # attention, mlp, embedding, output, convolution, other
+    kind: str  # attention, mlp, embedding, output, convolution, other, or tower
     dtype: str  # the cast format (fp16, bf16, fp32) that stores it without loss
     transposed: bool = False  # GPT-2's Conv1D stores (cols, rows), and so do the experts of some architectures
     tied_to: str | None = None  # a second module that reads the same matrix (an output layer tied to the embedding)

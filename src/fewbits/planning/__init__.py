@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fewbits import formats, methods
 from fewbits.errors import InputError
 from fewbits.formats.runtime import activations, kv
+from fewbits.model.weights import TOWER
 from fewbits.planning import rules
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fewbits.planning.target import Target
 
 SCHEMA = 1
+IN_A_TOWER = "part of a vision or audio tower: text alone cannot judge it"
 _ROW_LENGTH = 8192  # characters for one weight at most: a hundred times what fewbits writes
 
 
@@ -274,6 +276,8 @@ def takes_activation(weight: Weight, entry: Entry) -> bool:
 
 
 def refuses(weight: Weight, target: Target, fmt: Format) -> str | None:
+    if weight.kind == TOWER and fmt.name not in (weight.dtype, "fp32"):
+        return IN_A_TOWER
     return fmt.fits(weight.shape) or target.accepts(weight, fmt)
 
 

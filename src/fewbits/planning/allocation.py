@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fewbits import formats, planning
 from fewbits.errors import InputError
+from fewbits.model.weights import TOWER
 from fewbits.planning import solver, speed
 from fewbits.planning.constraints import UNCONSTRAINED
 from fewbits.planning.solver import Option
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from fewbits.planning.rules import Rule
     from fewbits.planning.solver import Solution
     from fewbits.planning.target import Target
-    from fewbits.sensitivity.table import Sensitivity
+    from fewbits.sensitivity.table import Cell, Sensitivity
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,10 @@ class Allocator:
         down = min((c for c in choices if c.nbytes < taken.nbytes), key=lambda c: (-c.nbytes, c.kl), default=None)
         fixed = next((rule for rule in _effective(self.rules, weight) if rule.how == "="), None)
         method = "rtn" if taken.format.levels is None else self.table.method
+        if _is_unknown(self.table.rows[weight.name]):
+            why, price = planning.IN_A_TOWER if weight.kind == TOWER else "calibration says nothing about it: kept as it is", 0.0
+        if not self.table.predicts:
+            return planning.priced(weight, self.target, taken.format, _reason(fixed, f"{why}; by weighted error", None, None, 0.0), method)
         entry = planning.priced(weight, self.target, taken.format, _reason(fixed, why, step(up), step(down), price), method)
         return replace(entry, kl=kl, up=step(up), down=step(down))
 
@@ -231,6 +236,11 @@ def allocator(table: Sensitivity, target: Target, constraints: Constraints = UNC
     choices = [_choices(table, target, tuple(group), wanted, rules, constraints.bandwidth) for group in groups.values()]
     members = tuple(tuple(group) for group in groups.values())
     return Allocator(table, target, members, tuple(choices), rules, constraints.bandwidth, constraints.min_speed)
+
+
+def _is_unknown(cells: Mapping[str, Cell]) -> bool:
+    """Whether its format was kept without measuring any."""
+    return all(cell.method != "cast" and formats.get(name).levels is None for name, cell in cells.items())
 
 
 def _group(weight: Weight, patterns: Sequence[str]) -> str:

@@ -131,12 +131,15 @@ def experts(config: Any) -> int:
 
 
 def shape(config: Any) -> Shape:
-    config = getattr(config, "text_config", None) or config
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    config = kv.text_config(config)
     if getattr(config, "kv_lora_rank", None):
         raise InputError(f"{config.model_type} keeps a latent instead of keys and values, which is not counted here yet", "give a size")
     if why_not := kv.unsupported(config):
         raise InputError(f"{why_not}: what they keep is not counted here yet", "give a size")
-    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+    hidden, heads = int(config.hidden_size), kv.largest(config, "num_attention_heads")
+    if not heads:
+        raise InputError(f"{config.model_type} has no attention heads: what it keeps is not counted here yet", "give a size")
     learned = config.model_type == "gpt2"
     return Shape(
         hidden=hidden,
@@ -144,7 +147,7 @@ def shape(config: Any) -> Shape:
         kv_heads=_first(config, "num_key_value_heads") or heads,
         width=_first(config, "head_dim") or hidden // heads,
         vocabulary=int(config.vocab_size),
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(getattr(config, "tie_word_embeddings", tied)),
         windows=_windows(config),
         mlp=_first(config, "intermediate_size", "n_inner") or 4 * hidden,
         mlp_matrices=2 if config.model_type in _TWO_MATRICES else 3,
@@ -273,8 +276,8 @@ def _experts(config: Any) -> Experts | None:
 
 
 def _first(config: Any, *names: str) -> int:
-    """The first of these attributes that the config has; 0 if it has none."""
-    return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
+    """The first of these sizes that the config has; 0 if it has none."""
+    return kv.largest(config, *names)
 
 
 def runtime(name: str) -> str:

@@ -157,6 +157,7 @@ class Gathered:
     kernels: tuple[KernelUse, ...] = ()
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # such as an expert that no token reached -> of which weights
     left_out: Mapping[str, str] = field(default_factory=dict)  # a field that is empty -> why
+    remarks: tuple[str, ...] = ()  # what a reader should know of the source and of how the file was made
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

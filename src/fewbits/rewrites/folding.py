@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from fewbits.rewrites.rescaling import Rewrite
 
 if TYPE_CHECKING:
-    from fewbits.model.blocks import Blocks, Call
+    from fewbits.model.blocks import Blocks
+    from fewbits.model.stubs import Call
     from fewbits.model.weights import Weight
 
 _TOKENS = 32  # of random hidden states; a fold through q and k changes attention only from the second token on
@@ -49,7 +50,7 @@ def trace(blocks: Blocks, index: int) -> Findings:
     """The folds inside one block, in the order in which their producers run, and the norms that do not qualify."""
     with torch.no_grad(), blocks.filled(index) as block:
         hidden, calls = _entered(blocks)
-        return _findings(_Scene(block, blocks.prefix(index), blocks.weights(index), lambda: blocks.run(block, hidden, calls[index])))
+        return _findings(_Scene(block, blocks.prefix(index), blocks.weights(index), lambda: blocks.run(index, hidden, calls[index])))
 
 
 def trace_outer(blocks: Blocks) -> Findings:
@@ -62,9 +63,10 @@ def trace_outer(blocks: Blocks) -> Findings:
 
 
 def _entered(blocks: Blocks) -> tuple[Tensor, list[Call]]:
-    """Random hidden states, and the other arguments of each block."""
-    hidden, calls = blocks.enter(torch.arange(_TOKENS).unsqueeze(0))
-    return torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)), calls
+    """A state of random numbers, except for what blocks are given of the tokens, and the other arguments of each block."""
+    state, calls = blocks.enter(torch.arange(_TOKENS).unsqueeze(0))
+    written, given = state.tensor_split([blocks.layout.changing], dim=-1)
+    return torch.cat([torch.randn(written.shape, generator=torch.Generator().manual_seed(0)), given], dim=-1), calls
 
 
 class _Scene:

@@ -4,6 +4,7 @@ prediction.py     one weight: its rounding errors in each format, and the KL tha
 rows.py           the few rows that stand for all of a weight
 table.py          the result: plain data, read without torch
 units.py          one weight measured by a worker
+errors.py         the table of a model without gradients: errors weighted by importance, no prediction of KL
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def row_of(model: Model, statistics: Statistics, weight: Weight, wanted: Sequenc
         if known.has_importance:
             raise InputError(f"the statistics of `{weight.name}` hold no gradients", "calibrate with gradients and Hessians")
         # No token reached this weight in calibration. An expert that no token chose does no harm, and shares the format of the other
-        # experts; any other weight keeps its format, as nothing is known about it.
-        some = possible if weight.expert is not None else [present]
+        # experts; any other weight keeps its format, or its values where a target has no such format: nothing is known about it.
+        some = possible if weight.expert is not None else [present, formats.get("fp32")]
         return WeightRow({fmt.name: Cell(0.0, 0.0, "rtn", Scores(0.0, 0.0, 0.0, 0.0)) for fmt in some}, {})
     w = model.load(weight)
     inputs = ((name, activations.parse(name)) for name in ACTIVATIONS)

@@ -70,6 +70,7 @@ class Sensitivity:
     factors: dict[str, Factor] = field(default_factory=dict)  # by kind of weight
     activations: dict[str, dict[str, float]] = field(default_factory=dict)  # weight -> activation -> predicted KL of rounding its input
     kv: dict[str, float] = field(default_factory=dict)  # format of the KV cache -> KL, measured
+    predicts: bool = True  # False: without gradients; `kl` of a cell is then a relative error, which orders formats and predicts no KL
 
     def kl(self, weight: Weight, fmt: str) -> float:
         """Predicted, and corrected by the factor measured for this kind of weight."""
@@ -117,6 +118,7 @@ def read(path: Path) -> Sensitivity:
                 config=dict(fields["config"]),
                 containers={name: Container(**row) for name, row in fields["containers"].items()},
                 factors={kind: Factor(**row) for kind, row in fields["factors"].items()},
+                predicts=bool(fields.get("predicts", True)),
                 kv={name: float(kl) for name, kl in fields["kv"].items()},
                 activations={name: {key: float(kl) for key, kl in row.items()} for name, row in fields["activations"].items()},
             )

@@ -34,7 +34,11 @@ def written(
     if not isinstance(artifact, Artifact):
         artifact = Artifact(Path(artifact))
     path = output_path(Path(out), target)
-    check_target(target, artifact.path, artifact.config, artifact.tokenizer)
+    if artifact.layout not in (None, target.name):
+        hint = f"quantize with `--to {target.name}`"
+        raise InputError(f"the weights of `{artifact.path}` are laid out for {artifact.layout}, not for {target.name}", hint)
+    if artifact.layout is None:
+        check_target(target, artifact.path, artifact.config, artifact.tokenizer)
     planning.checked(artifact.plan, artifact.weights, target)
     for weight in artifact.weights:
         fmt = formats.get(artifact.plan[weight.name].format)

@@ -18,12 +18,16 @@ from fewbits.calibration import MEMORY, Paths, split
 from fewbits.calibration.text.windows import Window
 from fewbits.errors import InputError
 from fewbits.inspection.sizes import bits_per_weight, size_of
+from fewbits.model.gguf import laid_out
+from fewbits.model.gguf.model import GgufModel
 from fewbits.planning.accuracy import Thresholds
 from fewbits.progress import say, silent
 from fewbits.store.scratch import scratch_folder
 from fewbits.targets.export import written
+from fewbits.targets.gguf.source import open_source
 from fewbits.verification import embeddings, metrics, runtimes, sandbox
 from fewbits.verification.metrics import Verdict
+from fewbits.verification.runtimes import llamacpp
 
 if TYPE_CHECKING:
     from fewbits.model import Model
@@ -50,6 +54,7 @@ def verify(
     length: int | None = None,
     tokens: int = TOKENS,
     floor: bool = True,
+    like: str | Path | None = None,
     memory: int = MEMORY,
     offline: bool = False,
     progress: Progress[Any] = silent,
@@ -57,6 +62,7 @@ def verify(
     """Runs the file itself in the runtime it is meant for, beside the float model in torch, and judges the difference.
 
     `data`: held-out text, by default the embedded one. `floor`: also run the float file there, to measure the runtime's own error.
+    `like`: that float file, of a model that fewbits itself cannot write.
     """
     path, thresholds = Path(path), Thresholds(max_kl, min_agreement, max_ppl_ratio, min_cosine)
     if not path.exists():
@@ -68,10 +74,14 @@ def verify(
     if not isinstance(against, models.Model) and (Path(against) / manifest.NAME).is_file():
         hint = "`fewbits verify OUT --against MODEL`: the other way round?"
         raise InputError(f"`{against}` is an artifact of fewbits, not the float model", hint)
-    source = against if isinstance(against, models.Model) else models.open(against, offline)
+    source = against if isinstance(against, models.Model) else open_source(against, offline)
+    if like is not None:
+        source = laid_out.like(_checkpoint(source), Path(like), progress=progress)
     embeddings.check_thresholds(thresholds, source.config)
     provenance.check(path, progress)
     sandbox.check(chosen, path)
+    if isinstance(source, GgufModel):
+        llamacpp.lend_tokenizer(source)
     windows = split.held_out_windows(source, data, length, tokens)
     return verdict_on(path, source, windows, Trial(chosen, thresholds, floor), progress, memory=memory)
 
@@ -99,7 +109,7 @@ def verdict_on(
 
     runtime, target = trial.runtime, _target_of(trial.runtime) if trial.floor else None
     about: dict[str, Any] = {"nbytes": size_of(path), "bits_per_weight": bits_per_weight(path, source)}
-    about |= {"runtime": runtime.name, "runtime_version": runtime.version()}
+    about |= {"runtime": runtime.name, "runtime_version": runtime.version() + runtime.remark(path)}
     if embeddings.given_by(source.config):
         ended = embeddings.texts_of(windows, source.tokenizer)
         with _sessions(path, source, windows, runtime, target, progress, None) as (reference, sessions):
@@ -132,10 +142,31 @@ def _sessions(
     length = max(map(len, windows))
     with cache.scratch() if cache else scratch_folder() as scratch, ExitStack() as stack:
         sessions: dict[str, Session] = {"file": stack.enter_context(closing(runtime.open(path, length)))}
-        if target:
-            file = float_file(source, target, Path(scratch), progress)
+        if isinstance(source, GgufModel) and source.origin is None:  # the file that it was made of, in the same runtime
+            yield stack.enter_context(closing(runtime.open(source.file.path, length))), sessions
+            return
+        if target and (file := _float_file(source, target, Path(scratch), progress)):
             sessions["floor"] = stack.enter_context(closing(runtime.open(file, length)))
-        yield torch_runtime.of_model(source, cache), sessions
+        yield torch_runtime.of_model(_checkpoint(source), cache), sessions
+
+
+def _float_file(source: Model, target: Target, folder: Path, progress: Progress[Any]) -> Path | None:
+    """None: fewbits cannot write one."""
+    if isinstance(source, GgufModel):
+        return source.file.path
+    try:
+        return float_file(source, target, folder, progress)
+    except InputError as failure:
+        say(progress, f"the runtime's own error is not measured: {failure.args[0]}; `--like FLOAT.gguf` names a float file")
+        return None
+
+
+def _checkpoint(source: Model) -> Model:
+    if not isinstance(source, GgufModel):
+        return source
+    if source.origin is None:
+        raise InputError(f"`{source.path.name}` is of an architecture that is not known here", "give the folder of its checkpoint")
+    return source.origin
 
 
 def float_file(source: Model, target: Target, folder: Path, progress: Progress[Any]) -> Path:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fewbits.errors import InputError
+from fewbits.formats.runtime.kv import text_config
 from fewbits.inference.rounded_inputs import rounding_inputs
 from fewbits.model.blocks import Blocks
 from fewbits.model.walk import Batch, Walk
@@ -41,7 +42,7 @@ class StreamedSession(Session):
     def __init__(
         self, source: Source, whole: Callable[[], Session], activations: Mapping[str, Activation] | None = None, cache: Cache | None = None
     ) -> None:
-        self.vocabulary = int(source.config.get_text_config().vocab_size)
+        self.vocabulary = int(text_config(source.config).vocab_size)
         self._source, self._make, self._activations = source, whole, activations or {}
         self._cache = cache.of(source=source.fingerprint) if cache else None
         self._made: Session | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fewbits.errors import InputError
+from fewbits.formats.runtime.kv import text_config
 from fewbits.store.untrusted import first_line
 
 Window = list[int]
@@ -40,7 +41,7 @@ def encoded(tokenizer: Any, text: str | list[str]) -> Any:
 
 def check_ids(ids: Iterable[Sequence[int]], config: Any) -> None:
     """Checks that every token has a row in the embedding: tokenizer and weights may come from different models."""
-    rows = getattr(config, "vocab_size", None)
+    rows = getattr(text_config(config), "vocab_size", None)
     largest = max((max(one, default=0) for one in ids), default=0)
     if isinstance(rows, int) and largest >= rows:
         raise InputError(f"the tokenizer gives token {largest}, and the model has {rows}", "the two do not belong together")
@@ -48,7 +49,7 @@ def check_ids(ids: Iterable[Sequence[int]], config: Any) -> None:
 
 def window_length(config: Any, wanted: int | None) -> int:
     """`wanted` or 512 tokens, and never more than the positions of the model."""
-    longest = int(getattr(config, "max_position_embeddings", None) or wanted or 512)
+    longest = int(getattr(text_config(config), "max_position_embeddings", None) or wanted or 512)
     if wanted is not None and wanted > longest:
         raise InputError(f"`--length {wanted}` is beyond the model's {longest} positions", f"use at most {longest}")
     return min(wanted or 512, longest)

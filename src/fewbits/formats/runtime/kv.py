@@ -92,6 +92,7 @@ def get(name: str) -> KVFormat:
 
 def unsupported(config: Any) -> str | None:
     """Why a model with this config has no cache of keys and values that could be rounded; None if it has."""
+    config = text_config(config)
     strange = {str(kind) for kind in getattr(config, "layer_types", None) or []} - {
         "full_attention",
         "sliding_attention",
@@ -120,6 +121,33 @@ def bits_per_value(config: Any, fmt: KVFormat, tokens: int | None = None) -> flo
 
 def _shape(config: Any) -> tuple[int, int, int]:
     """(layers, heads of keys and values, channels of a head)"""
-    heads = int(config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return int(config.num_hidden_layers), int(getattr(config, "num_key_value_heads", None) or heads), width
+    config = text_config(config)
+    heads = largest(config, "num_attention_heads")
+    if not heads:
+        raise InputError(f"{config.model_type} has no heads of attention, and no cache of keys and values", "leave `--kv` out")
+    width = largest(config, "head_dim") or int(config.hidden_size) // heads
+    return int(config.num_hidden_layers), largest(config, "num_key_value_heads") or heads, width
+
+
+def text_config(config: Any) -> Any:
+    """The config of the language model in that of a model which reads pictures too."""
+    if not hasattr(config, "get_text_config"):  # read without transformers
+        return getattr(config, "text_config", None) or config
+    try:
+        return config.get_text_config()
+    except ValueError:  # it has several: an encoder and a decoder
+        return config
+
+
+def largest(config: Any, *names: str) -> int:
+    """The first of these sizes that the config has, 0 if it has none. Of one that differs from layer to layer the largest: what is counted
+    with it is then an upper bound."""
+    return next((size for name in names if (size := _largest(config, name))), 0)
+
+
+def _largest(config: Any, name: str) -> int:
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # transformers wants to be asked for each layer
+        value = [getattr(layer, name, None) for layer in config.per_layer_config]
+    return max((int(size or 0) for size in value), default=0) if isinstance(value, list | tuple) else int(value or 0)

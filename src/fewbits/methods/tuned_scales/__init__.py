@@ -144,8 +144,9 @@ class _Trial:
     def _errors(self, batch: Batch) -> Tensor:  # (samples, length)
         """Squared, of each token, relative to what the block changes in it: massive activations at position 0 would drown all others."""
         x, target = batch.view(self._inputs), batch.view(self._targets)
-        error = (self._block.call(batch, x) - target).square().sum(-1)
-        return error / (target - x).square().sum(-1).clamp(min=_LEAST_CHANGE)
+        written = slice(self._blocks.layout.changing)
+        error = (self._block.call(batch, x) - target)[..., written].square().sum(-1)
+        return error / (target - x)[..., written].square().sum(-1).clamp(min=_LEAST_CHANGE)
 
     def _rounding_error(self, weight: Weight) -> float:
         """Of the whole weight, relative."""

@@ -47,9 +47,7 @@ def open(where: str | Path, offline: bool = False) -> Checkpoint:
     """A folder, a .gguf file, or a hub id (local cache first, then a download unless `offline`)."""
     path = Path(where)
     if path.is_dir():
-        from fewbits.model.checkpoints.folder import Folder
-
-        return Folder(path)
+        return _folder(path)
     if path.is_file():
         if path.suffix.lower() == ".gguf":
             from fewbits.model.gguf.checkpoint import GgufFile
@@ -57,12 +55,17 @@ def open(where: str | Path, offline: bool = False) -> Checkpoint:
             return GgufFile(path)
         raise InputError(f"`{path}` is neither a model folder nor a .gguf file", _pickle_hint(path))
     if _looks_like_hub_id(str(where)):
-        from fewbits.model.checkpoints.folder import Folder
-
-        return Folder(_from_hub(str(where), offline))
+        return _folder(_from_hub(str(where), offline))
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], n=1)
     hint = f"did you mean `{path.parent / near[0]}`?" if near else "give a model folder, a .gguf file, or a hub id such as `owner/name`"
     raise InputError(f"there is nothing at `{where}`", hint)
+
+
+def _folder(path: Path) -> Checkpoint:
+    from fewbits.model.checkpoints import published
+    from fewbits.model.checkpoints.folder import Folder
+
+    return published.opened(Folder(path))
 
 
 def _pickle_hint(path: Path) -> str:

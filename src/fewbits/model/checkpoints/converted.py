@@ -74,6 +74,7 @@ class _Recipe:
 class _Converted:
     def __init__(self, original: Checkpoint, recipes: dict[str, _Recipe]) -> None:
         self.path, self._original, self._recipes = original.path, original, recipes
+        self._merging: Checkpoint = getattr(original, "merging", original)  # what operations are applied to
 
     @property
     def config(self) -> Any:
@@ -91,10 +92,12 @@ class _Converted:
         return tuple(self._recipes[name].made(lambda source: torch.empty(self._original.shape(source), device="meta")).shape)
 
     def dtype(self, name: str) -> str:
-        return self._original.dtype(self._recipes[name].first if name in self._recipes else name)
+        recipe = self._recipes.get(name)
+        return self._original.dtype(name) if recipe is None else self._source(recipe).dtype(recipe.first)
 
     def load(self, name: str) -> Tensor:
-        return self._recipes[name].made(self._original.load) if name in self._recipes else self._original.load(name)
+        recipe = self._recipes.get(name)
+        return self._original.load(name) if recipe is None else recipe.made(self._source(recipe).load)
 
     def load_slice(self, name: str, index: int) -> Tensor:
         recipe = self._recipes.get(name)
@@ -102,7 +105,10 @@ class _Converted:
             return self._original.load_slice(name, index)
         if recipe.experts is None:
             return self.load(name)[index]
-        return recipe.made(self._original.load, slice(index, index + 1))[0]
+        return recipe.made(self._source(recipe).load, slice(index, index + 1))[0]
+
+    def _source(self, recipe: _Recipe) -> Checkpoint:
+        return self._merging if recipe.operations else self._original
 
     def save_assets(self, folder: Path) -> None:
         self._original.save_assets(folder)

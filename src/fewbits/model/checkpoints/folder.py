@@ -25,6 +25,8 @@ _POOLING = "1_Pooling/config.json"  # sentence-transformers
 
 
 class Folder:
+    source_quantization: str | None = None  # these weights are floats
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._shard_of = _shards(path)
@@ -52,8 +54,12 @@ class Folder:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._file(name).shape(name)
 
+    def stored(self, name: str) -> str:
+        """The type as it is spelled in the file: `BF16`, `F8_E4M3`."""
+        return self._file(name).dtype(name)
+
     def dtype(self, name: str) -> str:
-        stored = self._file(name).dtype(name)
+        stored = self.stored(name)
         if stored not in _CAST:
             hint = "fewbits quantizes float checkpoints; this one seems to be quantized already"
             raise InputError(f"`{name}` is stored as {stored}", hint)

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits.errors import FewbitsError, InputError
+from fewbits.errors import FewbitsError, InputError, UnknownKindError
 from fewbits.model import limits
 from fewbits.model.gguf import architectures, header, metadata, vocabularies
 from fewbits.model.gguf.header import Field, Header
@@ -102,7 +102,7 @@ class GgufFile:
 
         if name in self._absent:
             return torch.zeros(self.shape(name))
-        pieces = [(_decoded(tensor, expert), place) for tensor, place in self._stored[name]]
+        pieces = [(decoded(tensor, expert), place) for tensor, place in self._stored[name]]
         rows_at = -2 if pieces[0][0].dim() > 1 else 0
         joined = torch.cat([piece - place.added if place.added else piece for piece, place in pieces], rows_at)
         orders = [place.rows for _, place in pieces]
@@ -125,7 +125,9 @@ class GgufFile:
         used = {place.tensor for name in stored for place in places_of[name]} | {*architectures.FACTORS}
         if unused := [name for name in self._tensors if name not in used]:
             kind = architectures.of(self.config).class_name
-            raise InputError(f"`{self.path}` holds `{unused[0]}`, which {kind} has no place for", "open the original checkpoint instead")
+            raise UnknownKindError(
+                f"`{self.path}` holds `{unused[0]}`, which {kind} has no place for", "open the original checkpoint instead"
+            )
         return stored
 
     @cached_property
@@ -212,13 +214,14 @@ def _open_one(path: Path) -> Header:
         raise InputError(f"`{path}` cannot be read: {failure.strerror}", "check the path and its permissions") from failure
 
 
-def _decoded(tensor: Any, expert: int | None) -> Tensor:
+def decoded(tensor: Any, expert: int | None) -> Tensor:
+    """The values of a tensor, or of one slice of a stack: floats as they are, a quantized type as float32."""
     import numpy as np
     import torch
     from gguf import quants
 
     data = np.array(tensor.data if expert is None else tensor.data[expert])  # a copy: torch refuses read-only memory
-    if tensor.tensor_type.name in {"F32", "F16"}:
+    if data.dtype != np.uint8:  # floats of 16 and 32 bits, integers
         return torch.from_numpy(data)
     if tensor.tensor_type.name == "BF16":
         return torch.from_numpy(data).view(torch.bfloat16)

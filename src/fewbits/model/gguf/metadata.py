@@ -34,6 +34,14 @@ def read(path: Path) -> dict[str, Raw]:
     return {name: Raw(bytes(field.raw)) for name, field in fields.items() if name not in _STALE and not name.startswith(_STALE_PREFIXES)}
 
 
+def values(path: Path) -> dict[str, Any]:
+    """Every key of a GGUF as a plain value."""
+    try:
+        return {name: field.contents() for name, field in header.read(path).fields.items()}
+    except (ValueError, struct.error, OSError) as failure:
+        raise InputError(f"the metadata in `{path}` cannot be read: {failure}", "make the artifact anew") from failure
+
+
 def save(source: Path, folder: Path) -> None:
     writer = open_writer(folder / FILE, "")
     add(writer, read(source))

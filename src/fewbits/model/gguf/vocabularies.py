@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fewbits.errors import InputError
+from fewbits.errors import InputError, UnknownKindError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "\u2581"
@@ -256,11 +256,13 @@ def of_fields(fields: Mapping[str, Any]) -> Vocabulary:
     stored = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items() if key.startswith("tokenizer.ggml.")}
     model, pre = stored.get("model"), stored.get("pre", "default")
     if model not in {"gpt2", "llama", "bert"} or "tokens" not in stored:
-        raise InputError(f"the file's tokenizer is of type `{model}`, which is not known here", "open the original checkpoint instead")
+        raise UnknownKindError(
+            f"the file's tokenizer is of type `{model}`, which is not known here", "open the original checkpoint instead"
+        )
     pre = next((name for name, others in _SAME.items() if pre in others), pre)
     if model == "gpt2" and pre not in PRE:
         hint = f"known: {', '.join(PRE)}; open the original checkpoint instead"
-        raise InputError(f"the file's tokenizer cuts text by rules named `{pre}`, which are not known here", hint)
+        raise UnknownKindError(f"the file's tokenizer cuts text by rules named `{pre}`, which are not known here", hint)
     templates = {key.rpartition(".")[2]: text for key, text in fields.items() if key.startswith("tokenizer.chat_template.")}
     default = fields.get("tokenizer.chat_template")
     return Vocabulary(

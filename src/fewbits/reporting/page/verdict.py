@@ -23,6 +23,7 @@ def head(shown: Contents) -> Html:
         _state(made.verdict),
         tag("p", *_made_of(made), class_="lead"),
         *([tag("p", *_measured(made.verdict), class_="lead")] if made.verdict else ()),
+        *(tag("p", f"{remark}.", class_="lead") for remark in made.remarks),
         _figures(made),
     )
 

@@ -57,6 +57,7 @@ def gather(
     windows: Sequence[Sequence[int]] = (),
     commands: Sequence[str] = (),
     memory: int = 1 << 30,
+    remarks: Sequence[str] = (),
     progress: Progress[Any] = silent,
 ) -> Gathered:
     """`windows`: the text on which to measure how errors add up. Without one that is left out."""
@@ -83,6 +84,7 @@ def gather(
         kernels=_kernels(artifact),
         notes=_notes(artifact),
         left_out=left_out,
+        remarks=tuple(remarks),
     )
 
 

@@ -70,7 +70,12 @@ def decided(decision: Decision) -> None:
     summary(plan)
     speed = decision.allocator.tokens_per_second(plan)
     forecast = f"about {speed:.0f} tokens/s at {decision.allocator.bandwidth / 1e9:.0f} GB/s"
-    console.print(f"predicted KL {'not known: a format or a method was not measured' if plan.kl is None else f'{plan.kl:.4f}'}, {forecast}")
+    why = (
+        "a format or a method was not measured"
+        if decision.allocator.table.predicts
+        else "bits were given by weighted errors, without gradients"
+    )
+    console.print(f"predicted KL {f'not known: {why}' if plan.kl is None else f'{plan.kl:.4f}'}, {forecast}")
     if decision.kv:
         cost = decision.allocator.table.kv.get(decision.kv)
         console.print(f"KV cache in {decision.kv}" + (f", which costs a KL of {cost:.1e} more" if cost else ""))
@@ -83,6 +88,8 @@ def decided(decision: Decision) -> None:
         console.print(f"by thresholds: KL {simple.kl:.4f} at {size(simple.nbytes)}, {by_size if decision.limit is None else by_kl}")
     elif simple is None and decision.limit is not None:
         console.print("by thresholds (4, 8 or 16 bits): nothing meets this budget")
+    if not decision.allocator.table.predicts:
+        return
     frontier(decision.frontier(), plan.nbytes)
     ranked = sorted((entry for entry in plan.entries if entry.kl is not None), key=lambda entry: -(entry.kl or 0.0))[:_MOST]
     shown = new_table("where most of the damage is", ("weight", "format", "bytes", "KL"))

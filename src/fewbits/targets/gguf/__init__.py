@@ -5,6 +5,7 @@ layouts.py  format -> type of GGUF     tensors.py  the tensors of a file     hea
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,11 @@ class Gguf(Target):
         (path / _PLAN).write_text(artifact.plan.to_json())
 
     def written(self, path: Path) -> dict[str, str]:
-        return types(first_part(path))
+        """By the names of tensors, and of transformers' weights if the architecture is in the table."""
+        first = first_part(path)
+        with suppress(InputError):
+            return tensor_types(first) | types(first)
+        return tensor_types(first)
 
     def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
         stored = layout(fmt)
@@ -151,19 +156,25 @@ def first_part(path: Path) -> Path:
 
 
 def types(path: Path) -> dict[str, str]:
-    """The format of every weight of a file, by the gguf package's reader, in the words of `layout(fmt).format`."""
-    import gguf
-
+    """The format of every weight of a file whose architecture is in the table, by the names of transformers."""
     from fewbits.model import Model
     from fewbits.model.gguf.checkpoint import GgufFile
-    from fewbits.targets.gguf.layouts import format_of
 
-    opened = Model(GgufFile(path))  # whatever its suffix: while it is written it has another
-    parts = [gguf.GGUFReader(file).tensors for file in opened.checkpoint.files()]
-    held = {tensor.name: format_of(tensor.tensor_type.name) for part in parts for tensor in part}
+    opened, held = Model(GgufFile(path)), tensor_types(path)  # whatever its suffix: while it is written it has another
     places = architectures.Places(opened.config)
     stored = {weight.name: {held[place.tensor] for place in places(weight.parameter)} for weight in opened.weights}
     return {name: " and ".join(sorted(names)) for name, names in stored.items()}
+
+
+def tensor_types(path: Path) -> dict[str, str]:
+    """The format of every tensor of a file, by the gguf package's reader, in the words of `layout(fmt).format`."""
+    import gguf
+
+    from fewbits.model.gguf.checkpoint import open_reader
+    from fewbits.targets.gguf.layouts import format_of
+
+    parts = [gguf.GGUFReader(file).tensors for file in open_reader(path).paths]
+    return {tensor.name: format_of(tensor.tensor_type.name) for part in parts for tensor in part}
 
 
 TARGET = Gguf()

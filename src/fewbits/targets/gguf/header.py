@@ -56,9 +56,7 @@ def _add_model(writer: Any, artifact: Artifact | Draft) -> None:
 
 def _source_metadata(artifact: Artifact | Draft) -> dict[str, Raw]:
     """Of a source that was a GGUF; else empty."""
-    where = _folder(artifact)
-    file = where / metadata.FILE if where.is_dir() else where
-    return metadata.read(file) if file.is_file() and file.suffix.lower() == ".gguf" else {}
+    return metadata.read(artifact.metadata_file) if artifact.metadata_file else {}
 
 
 def _folder(artifact: Artifact | Draft) -> Path:

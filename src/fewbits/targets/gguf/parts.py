@@ -112,7 +112,8 @@ def _write_header(writer: Any, artifact: Artifact | Draft, part: Part, all_tenso
 
 @contextmanager
 def _writer(path: Path, artifact: Artifact | Draft) -> Iterator[Any]:
-    writer = metadata.open_writer(path, architectures.of(artifact.config).gguf)
+    copied = artifact.layout is not None  # the name of the architecture too, with all other metadata
+    writer = metadata.open_writer(path, "" if copied else architectures.of(artifact.config).gguf)
     try:
         yield writer
     except BaseException:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fewbits import formats
 from fewbits.errors import InputError
 from fewbits.model.gguf import architectures
+from fewbits.model.gguf.architectures import Place
 from fewbits.targets.gguf.layouts import Layout, layout, octets
 
 if TYPE_CHECKING:
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
 
     from fewbits.artifact import Artifact
     from fewbits.artifact.draft import Draft
-    from fewbits.model.gguf.architectures import Place
     from fewbits.model.weights import Weight
     from fewbits.planning import Plan
+
+
+_TYPES = {
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,9 @@ class FileTensor:
 
 
 def tensors(artifact: Artifact | Draft) -> Iterator[FileTensor]:
+    if artifact.layout == "gguf":
+        yield from _as_laid_out(artifact)
+        return
     places = architectures.Places(artifact.config)
     if why_not := mixed_experts(artifact.plan, artifact.weights):
         raise InputError(why_not, "give all of them the same format")
@@ -50,6 +58,22 @@ def tensors(artifact: Artifact | Draft) -> Iterator[FileTensor]:
             yield FileTensor(place.tensor, "F32", tuple(tensor.shape), 4 * tensor.numel(), partial(_float32, artifact, name, place))
     for name, factors in architectures.factors(artifact.config).items():
         yield FileTensor(name, "F32", tuple(factors.shape), 4 * factors.numel(), partial(lambda values: [octets(values)], factors))
+
+
+def _as_laid_out(artifact: Artifact | Draft) -> Iterator[FileTensor]:
+    """Of weights that have the names and the order of rows of the file already."""
+    if why_not := mixed_experts(artifact.plan, artifact.weights):
+        raise InputError(why_not, "give all of them the same format")
+    for parameter, together in groupby(artifact.weights, lambda weight: weight.parameter):
+        weights = tuple(together)
+        stored_as, one = _layout(artifact.plan, weights[0]), weights[0].shape
+        shape = one if weights[0].expert is None else (len(weights), *one)
+        packed = partial(_packed, artifact, weights, Place(parameter))
+        yield FileTensor(parameter, stored_as.type, shape, len(weights) * stored_as.nbytes(one), packed)
+    for name in artifact.rest:
+        tensor = artifact.tensor(name)
+        kind = _TYPES[str(tensor.dtype).removeprefix("torch.")]
+        yield FileTensor(name, kind, tuple(tensor.shape), tensor.nbytes, partial(lambda name: [octets(artifact.tensor(name))], name))
 
 
 def mixed_experts(plan: Plan, weights: Iterable[Weight]) -> str | None:

@@ -91,10 +91,15 @@ class Onnx(Target):
             raise MissingError(f"writing ONNX needs the package `{absent[0]}`", "pip install 'fewbits[onnx]'")
         if getattr(config, "is_encoder_decoder", False):
             return f"{config.model_type} has an encoder and a decoder; only decoder language models are written as ONNX yet"
-        if any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        text = config.get_text_config()
+        if any(getattr(text, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")):
             return f"{config.model_type} stacks the weights of experts; those are not written as ONNX yet"
+        if text is not config:
+            return f"{config.model_type} reads more than text; only language models of text alone are written as ONNX yet"
         if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in config.architectures or ["ForCausalLM"]):
             return f"{config.architectures[0]} is no causal language model; only those are written as ONNX yet"
+        if _stateful(config):
+            return f"{config.model_type} hands a state on from token to token, and a trace of that holds for one length of text only"
         return None
 
     def overhead(self, draft: Draft) -> int:
@@ -152,6 +157,14 @@ class Onnx(Target):
         from fewbits.targets.onnx import contents
 
         return contents.written_as(fmt, weight.shape[1], activation)
+
+
+def _stateful(config: Any) -> bool:
+    """As transformers says of the model's class: state-space models, linear attention, and hybrids of these."""
+    import transformers
+
+    known = (getattr(transformers, name, None) for name in config.architectures or [])
+    return any(getattr(cls, "_is_stateful", False) for cls in known)
 
 
 TARGET = Onnx()

@@ -78,7 +78,18 @@ def trace(artifact: Artifact | Draft, stores: Mapping[str, storage.Store]) -> ir
         hint = "torch.onnx cannot trace this architecture; `--to gguf` may carry it"
         raise InputError(f"`{artifact.config.model_type}` cannot be exported to ONNX: {reason}", hint) from failure
     ClearMetadataAndDocStringPass()(model)  # stack traces hold paths of this machine
+    _check_lengths(model, artifact.config.model_type)
     return model
+
+
+def _check_lengths(model: ir.Model, model_type: str) -> None:
+    """An error if the trace took the length of its example for the only one: torch.onnx says no word of it."""
+    for value in (*model.graph.inputs, *model.graph.outputs[:1]):
+        fixed = [dim for dim in tuple(value.shape or ())[:2] if isinstance(dim, int)]
+        if fixed:
+            sizes = " x ".join(str(dim) if isinstance(dim, int) else str(dim.value) for dim in value.shape or ())
+            reason = f"the trace fixed `{value.name}` to {sizes}, and would fit no other text"
+            raise InputError(f"`{model_type}` cannot be exported to ONNX: {reason}", "`--to gguf` may carry it")
 
 
 def describe(model: ir.Model, artifact: Artifact | Draft, accuracy_level: int) -> None:

@@ -45,7 +45,7 @@ def error_budget(
     progress: Progress[Any] = silent,
 ) -> Accumulation:
     """`fewbits compare MODEL --blocks ARTIFACT`."""
-    source, made = models.open(model, offline), Artifact(Path(artifact))
+    source, made = models.open(model, offline), Artifact(Path(artifact)).expect_modules()
     if made.provenance.sha256 != source.fingerprint:
         raise InputError(f"`{artifact}` was not made from `{model}`", "give the model that it was made from")
     return accumulate(source, made, split.held_out_windows(source, data, None, tokens), memory, progress)

@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import calibration, methods, sensitivity, targets
 from fewbits import model as models
-from fewbits.calibration import Paths, split
+from fewbits.calibration import Paths, reuse, split
 from fewbits.calibration.folder import Statistics
+from fewbits.errors import InputError
 from fewbits.formats.runtime import kv as kv_formats
 from fewbits.progress import silent
 from fewbits.store import executors
 from fewbits.store.cache import open_cache
 from fewbits.targets import pricing
+from fewbits.targets.gguf.source import Like, layout_for
 from fewbits.verification import kv as kv_costs
 from fewbits.verification.forecast.probes import compare_scores, factors, log_correlation, probe, spread_out
+from fewbits.verification.forecast.side_by_side import expect_logits
 
 if TYPE_CHECKING:
     from fewbits.progress import Progress
@@ -60,6 +63,8 @@ def measure(
     memory: int = calibration.MEMORY,
     executor: str = executors.LOCAL,
     store: str | None = None,
+    like: str | Path | None = None,
+    converter: str | None = None,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Measured:
@@ -67,27 +72,32 @@ def measure(
 
     probes: number of weights that are also measured directly, each in three formats, on `held_out` text; the mean ratio of measured to
     predicted corrects all weights of their kind. kv: formats of the KV cache, measured directly on the same text. executor, store: the
-    workers that measure the weights, as in `quantize`.
+    workers that measure the weights, as in `quantize`. like, converter: how llama.cpp lays an architecture beyond the table out.
     """
     path, target, workers = Path(out), targets.get(to), executors.parse(executor, store)
     methods.get(method)
     for name in kv:
         kv_formats.get(name)
     source = models.open(model, offline)
-    statistics = Statistics(Path(stats)).expect(source.weights)
-    candidates = pricing.candidates_for(source, target, tuple(formats))
+    if probes or kv:
+        expect_logits(source)
+    work = path.with_name(f"{path.name}.work")  # only until it is done
+    subject = layout_for(source, target, Like(like, converter), work, progress)
+    if subject.layout and (probes or not workers.in_process):
+        raise InputError("`--probes` and `--executor` do not go with a layout that is not fewbits' own", "leave them out")
+    statistics = reuse.matched(Statistics(Path(stats)).expect(source.weights), subject)
+    candidates = pricing.candidates_for(subject, target, tuple(formats))
     windows = split.held_out_windows(source, held_out, None, tokens) if probes or kv else []
     measured: list[Probe] = []
-    work = path.with_name(f"{path.name}.work")  # only until it is done
     with open_cache(work, progress=progress) as cache, executors.open_crew(workers, source, model, offline) as crew:
-        table = sensitivity.measure(source, statistics, candidates, method, cache=cache, crew=crew, progress=progress)
+        table = sensitivity.measure(subject, statistics, candidates, method, cache=cache, crew=crew, progress=progress)
         if kv:
             rows = kv_costs.cache_costs(source, list(kv), [min(map(len, windows))], windows, progress)
             table = replace(table, kv={row.format: row.kl for row in rows})
         if probes:
             measured = probe(source, statistics, table, spread_out(table, probes), windows, memory, progress)
             table = replace(table, factors=factors(measured))
-        table = pricing.with_container(table, source, target)
+        table = pricing.with_container(table, subject, target)
         table.save(path)
         cache.drop_all()
     return Measured(table, path, target.name, tuple(measured))

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fewbits.errors import InputError
 from fewbits.model.blocks import Blocks
 from fewbits.model.walk import Walk, batches
 from fewbits.store.heap import return_free_memory
 from fewbits.store.mapped import Room
 from fewbits.store.scratch import scratch_folder
+from fewbits.verification import embeddings
 from fewbits.verification.metrics import MeasuredLogits
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ def compare_streams(
     watch: Sequence[str] = (),
 ) -> Comparison:
     """KL of each stream to the float model. `watch`: streams whose hidden states are compared after every block."""
+    expect_logits(model)
     blocks = Blocks(model, memory).expect_chain()
     with scratch_folder() as scratch:
         run = _SideBySide(Walk(blocks, batches(windows), Room(Path(scratch), memory)), streams)
@@ -64,6 +67,13 @@ def compare_streams(
             for name in watch:
                 errors[name][index] = run.error(name)
         return Comparison(run.leave(progress), errors)
+
+
+def expect_logits(model: Model) -> None:
+    if embeddings.given_by(model.config):
+        raise InputError(
+            f"`{model.path.name}` gives embeddings, and no logits whose KL could be measured", "leave `--probes` and `--kv` out"
+        )
 
 
 class _SideBySide:
@@ -98,7 +108,8 @@ class _SideBySide:
     def error(self, name: str) -> float:
         if name not in self.hidden:
             return 0.0
-        exact, changed = self.hidden[FLOAT], self.hidden[name]
+        width = self.blocks.layout.hidden.columns
+        exact, changed = self.hidden[FLOAT][:, :width], self.hidden[name][:, :width]
         # each token relative to its size: a massive first token would drown all others
         return float(((changed - exact).square().sum(1) / exact.square().sum(1).clamp(min=1e-30)).double().mean())
 

@@ -23,6 +23,10 @@ class Runtime(ABC):
     @abstractmethod
     def version(self) -> str: ...
 
+    def remark(self, path: Path) -> str:
+        """What a verdict on this file adds to the version, if it is run in another way than a user would."""
+        return ""
+
     @abstractmethod
     def takes(self, path: Path) -> bool:
         """Whether the runtime runs files of this kind."""

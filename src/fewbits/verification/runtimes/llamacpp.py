@@ -16,14 +16,17 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from fewbits.errors import InputError, MissingError
+from fewbits.errors import InputError, MissingError, UnknownKindError
 from fewbits.verification.runtimes import Runtime
 from fewbits.verification.session import PART, Session
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fewbits.model.gguf.model import GgufModel
 
 PACKAGE, VERSION = "xllamacpp", "2026.10.11549"
 _LEADING_CONTEXT_DEFAULTS = [512, 2048, 512, 1]  # n_ctx, n_batch, n_ubatch, n_seq_max
@@ -61,6 +64,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {  # name -> (result, arguments)
     "llama_set_n_threads": (None, [_HANDLE, _INT, _INT]),
     "llama_model_get_vocab": (_HANDLE, [_HANDLE]),
     "llama_vocab_n_tokens": (_INT, [_HANDLE]),
+    "llama_tokenize": (_INT, [_HANDLE, ctypes.c_char_p, _INT, ctypes.POINTER(_INT), _INT, _BOOL, _BOOL]),
     "llama_batch_init": (_Batch, [_INT, _INT, _INT]),
     "llama_batch_free": (None, [_Batch]),
     "llama_decode": (_INT, [_HANDLE, _Batch]),
@@ -169,6 +173,15 @@ class LlamaCppSession(Session):
             self._library.llama_model_free(self._model)
         self._model = self._context = None
 
+    def tokens_of(self, text: str, special: bool) -> list[int]:
+        """By the file's own vocabulary. `special`: with the tokens that begin and end a text."""
+        octets, vocabulary = text.encode(), self._library.llama_model_get_vocab(self._model)
+        room = (ctypes.c_int32 * (len(octets) + 8))()
+        count = int(self._library.llama_tokenize(vocabulary, octets, len(octets), room, len(room), special, False))
+        if count < 0:
+            raise InputError(f"llama.cpp cannot tokenize a text of {len(octets)} bytes", "is the file's vocabulary damaged?")
+        return list(room[:count])
+
     def forget(self) -> None:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
 
@@ -201,6 +214,43 @@ class LlamaCppSession(Session):
         room = ctypes.create_string_buffer(64)
         self._library.llama_model_meta_val_str(self._model, key.encode(), room, len(room))
         return room.value.decode(errors="replace")
+
+
+class Tokenizer:
+    """The vocabulary of a GGUF as llama.cpp applies it: in the place of a transformers tokenizer, where nothing here knows its rules."""
+
+    chat_template = None
+
+    def __init__(self, path: Path) -> None:
+        self._session = RUNTIME.open(path, 8)
+        self.model_max_length = 0
+
+    def __len__(self) -> int:
+        return self._session.vocabulary
+
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True, **_: Any) -> SimpleNamespace:
+        texts = [text] if isinstance(text, str) else text
+        ids = [self._session.tokens_of(each, add_special_tokens) for each in texts]
+        return SimpleNamespace(input_ids=ids[0] if isinstance(text, str) else ids)
+
+
+def is_unknown(path: Path) -> bool:
+    """Whether this llama.cpp has never heard of the file's architecture. Any other refusal is an error."""
+    try:
+        RUNTIME.open(path, 8).close()
+    except InputError:
+        if "unknown model architecture" in _last_complaint():
+            return True
+        raise
+    return False
+
+
+def lend_tokenizer(model: GgufModel) -> None:
+    """llama.cpp's own, where the file's rules are not known here."""
+    try:
+        _ = model.tokenizer
+    except UnknownKindError:
+        vars(model)["tokenizer"] = Tokenizer(model.file.path)
 
 
 def _last_complaint() -> str:

@@ -31,7 +31,7 @@ class _Module(Session):
 
     def __init__(self, module: Any, activations: Mapping[str, Activation], kv: str | None) -> None:
         self._module = module.float().eval()
-        self.vocabulary = int(module.config.vocab_size)
+        self.vocabulary = int(caches.text_config(module.config).vocab_size)
         self._kv = None if kv is None else caches.get(kv)
         if self._kv and (why_not := caches.unsupported(module.config)):
             raise InputError(f"the KV cache cannot be {self._kv.name}: {why_not}", "leave `--kv` out")
@@ -142,7 +142,7 @@ class Torch(Runtime):
     def open(self, path: Path, context: int) -> Session:
         from fewbits.artifact import Artifact
 
-        return of_artifact(Artifact(path))
+        return of_artifact(Artifact(path).expect_modules())
 
 
 RUNTIME = Torch()

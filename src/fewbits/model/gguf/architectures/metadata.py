@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fewbits.errors import InputError
+from fewbits.errors import UnknownKindError
 from fewbits.model.gguf.architectures import rotary
 from fewbits.model.gguf.architectures.numbers import tidy
 from fewbits.model.gguf.architectures.table import KNOWN, Architecture, Value, attribute, of
@@ -69,7 +69,7 @@ def _row_of(fields: Mapping[str, Any]) -> Architecture:
     row = next((row for row in KNOWN if row.gguf == name and ("expert_count" in row.keys) == mixture), None)
     if row is None:
         known = ", ".join(dict.fromkeys(row.gguf for row in KNOWN))
-        raise InputError(f"the architecture `{name}` is not known here", f"known ones: {known}; {_ELSEWHERE}")
+        raise UnknownKindError(f"the architecture `{name}` is not known here", f"known ones: {known}; {_ELSEWHERE}")
     return row
 
 

@@ -117,11 +117,12 @@ def _local_theta(fields: Mapping[str, Any]) -> float:
 
 
 def with_llama3(config: Any, settings: Mapping[str, Any], held: list[float]) -> Any:
-    """The file has the factors and not the parameters behind them: try those of every Llama 3, and accept them only if the factors fit."""
+    """The file has the factors and not the parameters behind them: try those of every Llama 3, and any power of
+    two for the length before scaling; accept them only if the factors fit."""
     import torch
 
     llama3 = {"rope_type": "llama3", "factor": tidy(max(held)), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    for original in (8192, settings["max_position_embeddings"]):
+    for original in dict.fromkeys((8192, settings["max_position_embeddings"], *(1 << power for power in range(8, 21)))):
         rope = {**settings["rope_parameters"], **llama3, "original_max_position_embeddings": original}
         candidate = type(config)(**{**settings, "rope_parameters": rope})
         computed = factors(candidate)[_LLAMA3]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fewbits.errors import InputError
+from fewbits.errors import UnknownKindError
 
 Value = int | float | str | bool
 
@@ -166,7 +166,7 @@ def of(config: Any) -> Architecture:
     row = next((row for row in KNOWN if row.model_type == config.model_type), None)
     if row is None:
         known = ", ".join(row.model_type for row in KNOWN)
-        raise InputError(f"llama.cpp's names for the architecture `{config.model_type}` are not known here", f"known: {known}")
+        raise UnknownKindError(f"llama.cpp's names for the architecture `{config.model_type}` are not known here", f"known: {known}")
     return row
 
 
