@@ -49,6 +49,13 @@ MODELS: dict[str, Callable[[], Any]] = {
             **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
         },
     ),
+    "llama 3 scaling of a short context": lambda: transformers.LlamaConfig(
+        **{**TINY, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 8192},
+        rope_parameters={
+            **{"rope_theta": 500000.0, "rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 2048},
+            **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        },
+    ),
     "mistral": lambda: transformers.MistralConfig(**TINY, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**TINY),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=32),

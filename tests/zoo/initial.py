@@ -12,7 +12,9 @@ from zoo.tiny import Tiny
 LOGITS = 2.5  # standard deviation of the logits aimed at
 LOUD = 3.0  # what channels that stick out are multiplied by
 EXPERT = 0.5  # of experts the more: where rounding gives a token to another one, it should not be another model
-WRITERS = re.compile(r"(o_proj|o_b_proj|down_proj|out_proj|c_proj|dense_4h_to_h|fc2|w2|attention\.dense)\b")  # into the hidden state
+WRITERS = re.compile(  # into the hidden state
+    r"(o_proj|o_b_proj|down_proj|out_proj|c_proj|dense_4h_to_h|fc2|w2|Wo|output_linear|(attention|attn|output)\.dense)\b"
+)
 CHOICE = re.compile(r"(score_correction|expert)_bias\b")  # added to the scores that choose experts
 LAST_NORM = re.compile(r"(?!.*(vision|visual|projector))\D*\b(norm|norm_f|ln_f|final_layernorm|final_layer_norm|embedding_norm)\.weight")
 

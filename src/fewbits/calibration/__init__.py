@@ -27,6 +27,7 @@ from fewbits.calibration.text.coverage import Coverage, coverage
 from fewbits.calibration.text.documents import documents
 from fewbits.calibration.text.windows import window_length, windows
 from fewbits.model import Model
+from fewbits.model.gguf import architectures
 from fewbits.progress import say, silent
 from fewbits.store import executors
 from fewbits.store.cache import open_cache
@@ -76,6 +77,8 @@ def calibrate(
     through the model separately, each in a worker of the executor."""
     workers = executors.parse(executor, store)
     source = model if isinstance(model, Model) else models.open(model, offline)
+    if imatrix is not None:
+        architectures.of(source.config)  # an error, before the work: llama.cpp's names of its tensors must be known
     drawn = draw(source, data, samples, length, seed)
     text = "\n\n".join(d.text for d in documents(listed(held_out), source.tokenizer)) if held_out else embedded.verification_text()
     evaluation = windows(text, source.tokenizer, window_length(source.config, None))

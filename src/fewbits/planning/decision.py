@@ -210,5 +210,6 @@ def tensor_bytes(table: Sensitivity, target: Target, budget: Budget, elements: i
 
 
 def attributes(config: dict[str, Any]) -> Any:
-    """A config from JSON with attributes, like those of transformers."""
-    return SimpleNamespace(**config)
+    """A config from JSON with attributes, like those of transformers; that of its language model too, if it has one."""
+    text = config.get("text_config")
+    return SimpleNamespace(**config | ({"text_config": attributes(text)} if isinstance(text, dict) else {}))

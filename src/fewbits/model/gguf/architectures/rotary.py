@@ -13,6 +13,7 @@ from fewbits.model.gguf.architectures.table import Architecture, Value, attribut
 if TYPE_CHECKING:
     from torch import Tensor
 
+_FACTORS_AGREE = 1e-4  # relative: the file has them in float32
 _LLAMA3, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (_LLAMA3, _LONG, _SHORT)  # tensors that are not parameters of the module
 _YARN = {"rope.scaling.yarn_beta_fast": ("beta_fast", 32.0), "rope.scaling.yarn_beta_slow": ("beta_slow", 1.0)}
@@ -121,11 +122,17 @@ def with_llama3(config: Any, settings: Mapping[str, Any], held: list[float]) -> 
     two for the length before scaling; accept them only if the factors fit."""
     import torch
 
-    llama3 = {"rope_type": "llama3", "factor": tidy(max(held)), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 = {"rope_type": "llama3", "factor": tidy(held[-1]), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    best: tuple[float, Any] = (_FACTORS_AGREE, None)
     for original in dict.fromkeys((8192, settings["max_position_embeddings"], *(1 << power for power in range(8, 21)))):
+        if original > max(8192, settings["max_position_embeddings"]):
+            continue
         rope = {**settings["rope_parameters"], **llama3, "original_max_position_embeddings": original}
         candidate = type(config)(**{**settings, "rope_parameters": rope})
         computed = factors(candidate)[_LLAMA3]
-        if len(computed) == len(held) and torch.allclose(computed, torch.tensor(held), rtol=1e-4):
-            return candidate
+        if len(computed) == len(held):
+            away = float((computed / torch.tensor(held) - 1).abs().max())
+            best = min(best, (away, candidate), key=lambda each: each[0])
+    if best[1] is not None:
+        return best[1]
     raise InputError(f"`{_LLAMA3}` holds factors that no known rotary scaling gives", "open the original checkpoint instead")

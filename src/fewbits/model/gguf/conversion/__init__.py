@@ -98,7 +98,7 @@ def _root(path: Path, said: str) -> Path:
 
 def _reason(log: Path) -> str:
     """The line of the exception that ended it, or the last error that it logged."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip(" ^~")]  # not the marks of a traceback
     errors = [line.partition(":")[2] for line in lines if line.startswith("ERROR:")]
     if not lines:
         return "it does not say why"

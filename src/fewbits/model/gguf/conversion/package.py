@@ -58,4 +58,3 @@ def _unpack(archive: Path, into: Path) -> None:
             if member.isfile() and _INSIDE in member.name and name.startswith(_WANTED):
                 member.name = name
                 packed.extract(member, into, filter="data")
-
