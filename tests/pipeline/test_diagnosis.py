@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,15 @@ from fewbits.cli import app
 from fewbits.devices import processor
 from fewbits.diagnosis import diagnose
 from fewbits.kernels import triton
+
+
+def test_the_converter_is_listed_with_its_folder_or_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LLAMA_CPP_ROOT", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert diagnose().packages[-1].version is None and "--converter pip" in diagnose().packages[-1].get
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    monkeypatch.setenv("LLAMA_CPP_ROOT", str(tmp_path))
+    assert diagnose().packages[-1].version == tmp_path.name
 
 
 def test_it_names_the_kernels_that_bind_would_take(monkeypatch: pytest.MonkeyPatch) -> None:

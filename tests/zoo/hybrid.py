@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zoo.sparse import EIGHT, FOUR, LATENT
 from zoo.tiny import Tiny
 
@@ -17,7 +19,7 @@ STATE = {
 }
 CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 
-MODELS = [
+MODELS = [replace(tiny, dtype="float16") for tiny in (
     Tiny("qwen3_next", "Qwen3NextForCausalLM", {
         **FOUR, **DELTA, "shared_expert_intermediate_size": 256,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5},
@@ -58,4 +60,4 @@ MODELS = [
             "full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 64, "num_heads": 4, "short_conv_kernel_size": 4,
         },
     }),
-]  # fmt: skip
+)]  # fmt: skip

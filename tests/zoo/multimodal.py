@@ -34,7 +34,7 @@ GEMMA4_EYES = {
 
 def gemma4(name: str, **settings: Any) -> Tiny:
     parts = {"text_config": {**GEMMA4, **settings}, "vision_config": GEMMA4_EYES, "audio_config": None}
-    return Tiny(name, "Gemma4ForConditionalGeneration", {**parts, **GEMMA4_IDS}, logits=0.6, final=8.0, queries=0.125)
+    return Tiny(name, "Gemma4ForConditionalGeneration", {**parts, **GEMMA4_IDS}, logits=0.6, final=8.0, queries=0.125, dtype="float16")
 
 
 MODELS = [
@@ -50,7 +50,7 @@ MODELS = [
             "model_type": "qwen3_5_moe_text", **DELTA, **FOUR, "shared_expert_intermediate_size": 256, "rope_parameters": HALF,
         },
         "vision_config": QWEN_EYES, **QWEN_IDS,
-    }),
+    }, dtype="float16"),
     Tiny("gemma3", "Gemma3ForConditionalGeneration", {
         "text_config": {
             "model_type": "gemma3_text", "num_hidden_layers": 6, "intermediate_size": 256, "sliding_window": 32,
@@ -63,7 +63,7 @@ MODELS = [
         "num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 4 + ["full_attention"], "num_kv_shared_layers": 0,
         "sliding_window": 32, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": VOCABULARY + 16, "laurel_rank": 64,
         "intermediate_size": 256, "activation_sparsity_pattern": [0.95] * 5, "pad_token_id": 0,
-    }, logits=0.6, final=8.0, queries=0.125),
+    }, logits=0.6, final=8.0, queries=0.125, dtype="float16"),
     gemma4("gemma4"),
     gemma4("gemma4_moe", enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=256, intermediate_size=256),
     gemma4(
@@ -89,5 +89,5 @@ MODELS = [
             **SEEING, "patch_size": 14, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64,
         },
         "boi_token_index": VOCABULARY + 1, "eoi_token_index": VOCABULARY + 2, "image_token_index": VOCABULARY,
-    }),
+    }, dtype="float16"),
 ]  # fmt: skip

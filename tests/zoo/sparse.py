@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zoo.dense import ROPE
 from zoo.tiny import Tiny
 
@@ -23,7 +25,7 @@ OSS = {
     "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
 }
 
-MODELS = [
+MODELS = [replace(tiny, dtype="float16") for tiny in (
     Tiny("mixtral", "MixtralForCausalLM", LOCAL),
     Tiny("qwen3_moe", "Qwen3MoeForCausalLM", {**EIGHT, "norm_topk_prob": True, "moe_intermediate_size": 320}),
     Tiny("olmoe", "OlmoeForCausalLM", {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256, "num_key_value_heads": 4}),
@@ -61,4 +63,4 @@ MODELS = [
         "o_groups": 2, "o_lora_rank": 256, "index_n_heads": 4, "index_head_dim": 64, "index_topk": 64,
         "sliding_window": 32, "partial_rotary_factor": 0.5,
     }),
-]  # fmt: skip
+)]  # fmt: skip

@@ -22,7 +22,7 @@ class Tiny:
     cls: str  # a model class of transformers
     settings: dict[str, Any] = field(default_factory=dict)  # of its config, over SIZES
     kind: Literal["decoder", "encoder"] = "decoder"
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # float16 for mixtures: llama.cpp rounds activations to the type of the file, and tokens change experts
     renames: dict[str, str] = field(default_factory=dict)  # parts of the names of tensors that transformers saves otherwise than published
     published: Literal["", "mxfp4", "fp8"] = ""  # how its weights are stored if not as transformers holds them
     extra: dict[str, Any] = field(default_factory=dict)  # keys of config.json that are published otherwise than saved; `...`: not at all

@@ -6,7 +6,6 @@ Tensors that config.json does not explain are an error.
 from __future__ import annotations
 
 import re
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits.errors import InputError
 from fewbits.formats.microscaling import E2M1, E8M0
 from fewbits.model.checkpoints.folder import open_shard
+from fewbits.model.checkpoints.layer_patterns import LayerPatterns
 from fewbits.store.dtypes import DTYPES
 from fewbits.store.tensor_file import SafetensorError, TensorFile
 from fewbits.store.untrusted import first_line, read_json
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _HINT = "fetch the folder again, or write it anew with `fewbits export --to safetensors`"
 _CASTS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-_PATIENCE = 2.0  # seconds
 _PARTS = re.compile(r"(.+)\.(weight_packed|weight_scale|weight_zero_point|weight_shape|weight_global_scale|input_scale|input_zero_point)$")
 
 
@@ -135,11 +134,11 @@ def _quantized(
     return StoredTensor(layer, scheme.type, (rows, cols), sum(array.nbytes for array in arrays.values()), load)
 
 
-class Patterns:
-    """Finds layers by name or by a regular expression from the file. A hostile one may never end: all together have two seconds."""
+class Patterns(LayerPatterns):
+    """The groups of a config.json, asked for the scheme of a layer."""
 
     def __init__(self) -> None:
-        self._ends = time.monotonic() + _PATIENCE
+        super().__init__(_HINT)
         self._named: dict[str, Scheme] = {}
 
     def found(self, groups: list[tuple[list[str], Scheme]], layer: str) -> Scheme | None:
@@ -150,18 +149,6 @@ class Patterns:
         if named := self._named.get(layer) or self._named.get(pattern_of(layer)):
             return named
         return next((scheme for targets, scheme in groups if any(self.match(target, layer) for target in targets)), None)
-
-    def match(self, target: str, layer: str) -> bool:
-        """`Linear` matches every layer, since nothing else is quantized."""
-        if not target.startswith("re:"):
-            return target in (layer, "Linear")
-        import regex
-
-        try:
-            return regex.match(target.removeprefix("re:"), layer, timeout=max(1e-3, self._ends - time.monotonic())) is not None
-        except (regex.error, TimeoutError) as failure:
-            said = first_line(failure) if isinstance(failure, regex.error) else "it does not come to an end"
-            raise InputError(f"config.json names layers by `{target[:100]}`: {said}", _HINT) from failure
 
 
 def _decoded(scheme: Scheme, shape: Shape, tensors: dict[str, Tensor]) -> Tensor:
