@@ -125,6 +125,22 @@ class TestStatistics:
                 fisher = (x * w.unsqueeze(1)).T @ x
                 torch.testing.assert_close(ours.fisher[half].double(), fisher, rtol=5e-3, atol=1e-4 * float(fisher.diagonal().max()))
 
+    def test_an_expert_costs_only_the_tokens_that_it_is_given(self, mixture: Model, measured: Statistics, windows: list[list[int]]) -> None:
+        """The predicted KL is a mean over the whole text: the shares of all experts of a layer add up to the two that a token chooses."""
+        tokens = sum(map(len, windows))
+        for stack, counts in measured.about["experts"].items():
+            shares = [measured.of(f"{stack}.down_proj.{expert}").share for expert, count in enumerate(counts) if count]
+            assert shares == [count / tokens for count in counts if count] and sum(shares) == pytest.approx(2)
+        known = measured.of(CHOSEN.format("down_proj"))
+        error = torch.randn(known.gradient_square.shape[1], known.input.cols, generator=torch.Generator().manual_seed(0))
+        x, g, _ = joined(
+            list(direct(mixture, [row for half in (windows[0::2], windows[1::2]) for row in half])), CHOSEN.format("down_proj")
+        )
+        w = g.square().mean(-1)
+        moved = ((x @ error.double().T).square() * w.unsqueeze(1)).sum(0) / w.sum()  # by output, tokens weighted by their loss
+        expected = 0.5 * float((g.square().sum(0) * moved).sum()) / tokens
+        assert float(known.row_damage(error).sum()) == pytest.approx(expected, rel=1e-2)
+
     def test_kept_inputs_are_real_ones(self, mixture: Model, measured: Statistics, windows: list[list[int]]) -> None:
         seen = list(direct(mixture, windows))
         for half in (0, 1):

@@ -102,7 +102,12 @@ class Statistics:
             fisher_square=gradient.get("fisher_square"),
             fisher=gradient.get("fisher"),
             lookup=Lookup(lookup["usage"], lookup.get("fisher_square"), lookup.get("fisher")) if lookup else None,
+            share=1.0 if seen is None else min(1.0, seen.tokens() / max(1, self._tokens)),
         )
+
+    @property
+    def _tokens(self) -> int:
+        return sum(int(run.get("tokens", 0)) for run in self.about["runs"])
 
     def input(self, weight: str) -> InputStatistics:
         place = self._weights[weight]

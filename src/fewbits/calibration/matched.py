@@ -97,6 +97,7 @@ def _joined(parts: list[WeightStatistics], match: Match) -> WeightStatistics:
         gradient_square=gradient,
         fisher_square=_average([part.fisher_square for part in parts], counts),
         fisher=_average([part.fisher for part in parts], counts),
+        share=parts[0].share,
     )
 
 
@@ -162,4 +163,4 @@ def _turned(parts: list[WeightStatistics], match: Match) -> WeightStatistics:
         moment=moment,
     )
     weights = torch.stack([torch.zeros(2).double(), tokens], 1)  # so that `fisher` over their sum is the mean over tokens
-    return WeightStatistics(seen, weights, by_row, by_column, moment)
+    return WeightStatistics(seen, weights, by_row, by_column, moment, share=part.share)

@@ -130,6 +130,7 @@ class WeightStatistics:
     fisher_square: Tensor | None = None  # (2, cols) float64: sum of w_t x^2, w_t the mean over outputs of g_t^2
     fisher: Moment | None = None  # sum of w_t x_t x_t^T
     lookup: Lookup | None = None  # of an embedding
+    share: float = 1.0  # of the text's tokens that reach it: an expert is given only some, and costs the others nothing
 
     @property
     def has_importance(self) -> bool:
@@ -187,7 +188,7 @@ class WeightStatistics:
         damage = torch.zeros(len(error))
         if self.fisher is not None and self.sensitivity is not None:
             weighted = _copy(self.fisher, half).div_(_of(self.sensitivity, half).sum().float().clamp(min=1e-30))
-            damage += 0.5 * self.output_sensitivity(half)[rows] * _quadratic(error, weighted)
+            damage += 0.5 * self.share * self.output_sensitivity(half)[rows] * _quadratic(error, weighted)
         if self.lookup is not None and self.lookup.fisher is not None:
             tokens = self.input.tokens(half) if self.input else self.lookup.tokens / (1 if half is None else 2)
             damage += 0.5 * self.lookup.frequency()[rows] * _quadratic(error, _copy(self.lookup.fisher, half).div_(max(1, tokens)))
@@ -202,7 +203,7 @@ class WeightStatistics:
         return at_first, float(_quadratic(error, later).sum() / _quadratic(w, later).sum())
 
     def output_sensitivity(self, half: Half = None) -> Tensor:
-        """(rows,): mean over tokens of g^2."""
+        """(rows,): mean of g^2 over the tokens that reach it."""
         assert self.gradient_square is not None, "calibrated without gradients"
         return (_of(self.gradient_square, half) / max(1, self._input.tokens(half))).float()
 

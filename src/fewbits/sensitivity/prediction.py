@@ -158,7 +158,7 @@ def _inputs_kl(w: Tensor, statistics: WeightStatistics, rounded: Callable[[Tenso
     for place, x in enumerate((seen.firsts()[:_FIRSTS], drawn[:: max(1, len(drawn) // tokens)])):
         if len(x):
             square = ((x - rounded(x)) @ w.T).square()
-            weight = float(statistics.sensitivity[:, place].sum()) / max(1, seen.tokens())
+            weight = statistics.share * float(statistics.sensitivity[:, place].sum()) / max(1, seen.tokens())
             total += 0.5 * weight * float((square @ by_row).double().mean())
     return total
 

@@ -162,8 +162,8 @@ def types(path: Path) -> dict[str, str]:
 
     opened, held = Model(GgufFile(path)), tensor_types(path)  # whatever its suffix: while it is written it has another
     places = architectures.Places(opened.config)
-    stored = {weight.name: {held[place.tensor] for place in places(weight.parameter)} for weight in opened.weights}
-    return {name: " and ".join(sorted(names)) for name, names in stored.items()}
+    stored = {weight.name: {held[place.tensor] for place in places(weight.parameter) if place.tensor in held} for weight in opened.weights}
+    return {name: " and ".join(sorted(names)) for name, names in stored.items() if names}  # the converter leaves BERT's pooler out
 
 
 def tensor_types(path: Path) -> dict[str, str]:
