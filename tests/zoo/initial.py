@@ -11,7 +11,7 @@ from zoo.tiny import Tiny
 
 LOGITS = 2.5  # standard deviation of the logits aimed at
 LOUD = 3.0  # what channels that stick out are multiplied by
-EXPERT = 0.5  # of experts the more: where rounding gives a token to another one, it should not be another model
+EXPERT = 0.25  # of experts the more: a token that rounding gives to another one is a step, which no second-order forecast sees
 WRITERS = re.compile(  # into the hidden state
     r"(o_proj|o_b_proj|down_proj|out_proj|c_proj|dense_4h_to_h|fc2|w2|Wo|output_linear|(attention|attn|output)\.dense)\b"
 )
@@ -35,6 +35,8 @@ def initialise(module: Any, tiny: Tiny) -> None:
             value.normal_(0, tiny.embedding)
         elif CHOICE.search(name):
             value.normal_(0, 0.03)
+        elif name.endswith("_bias"):  # one for each expert
+            value.normal_(0, 0.1 * EXPERT * tiny.residual)
         elif value.ndim > 1:
             inputs = value.shape[-2] if id(value) in turned else value.shape[-1] if value.ndim == 3 else value[0].numel()
             gain = tiny.residual * (EXPERT if value.ndim == 3 else 1.0) if WRITERS.search(name) else 1.0

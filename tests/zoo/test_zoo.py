@@ -10,7 +10,14 @@ from zoo.models import MODELS, build
 from zoo.trials import Trials
 
 # What fewbits itself says of a model that it cannot take there, each for its reason: the others must become files that pass.
-REFUSED: dict[str, str] = {}
+REFUSED = {
+    "opt": "OPTForCausalLM is not supported",  # by the converter
+    "deepseek_v4": "converter refuses",  # it asks for a key that transformers does not save
+    "phimoe": "does not compute with the float file",  # transformers weighs the chosen experts otherwise than llama.cpp
+    "falcon_h1_scaled": "are not in `falcon_h1_scaled`",  # the converter multiplies weights by the model's factors
+}
+# Its experts are MXFP4 in the file that is the source, and llama.cpp multiplies those with activations of 8 bits: no float file's floor.
+NOT_FLOAT = ("gpt_oss_published",)
 IN_MAKE_TEST = ("qwen3_5", "gpt_oss_published", "gemma4_shared", "deepseek_v3_fp8", "lfm2_moe", "modernbert")
 RATIO, SHARE, COSINE = 1.3, 0.01, 0.99
 
@@ -39,4 +46,4 @@ def test_an_architecture_is_calibrated_planned_and_run_by_llama_cpp(name: str, t
     assert made.kl is not None and made.predicted is not None and made.floor is not None and made.bits is not None
     assert made.bits <= 4.5
     assert 1 / RATIO < made.kl / made.predicted < RATIO
-    assert made.floor < SHARE * made.kl
+    assert made.floor < SHARE * made.kl or name in NOT_FLOAT
