@@ -45,7 +45,7 @@ MODELS = [
     Tiny("gemma2", "Gemma2ForCausalLM", {
         "sliding_window": 32, "query_pre_attn_scalar": 64, "intermediate_size": 640,
     }, logits=0.7, final=8.0),
-    Tiny("gpt2", "GPT2LMHeadModel", {"n_positions": 1024}, dtype="float32", extra={"n_ctx": 1024}),
+    Tiny("gpt2", "GPT2LMHeadModel", {"n_positions": 1024}, dtype="float32", residual=1.0, extra={"n_ctx": 1024}),
     Tiny("gpt_neox", "GPTNeoXForCausalLM", {
         "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
     }, dtype="float16", extra={"rotary_pct": 0.25}),

@@ -49,7 +49,7 @@ MODELS = [replace(tiny, dtype="float16") for tiny in (
     }),
     Tiny("mamba2", "Mamba2ForCausalLM", {"num_heads": 8, "state_size": 64, "n_groups": 1, "chunk_size": 64}),
     Tiny("jamba", "JambaForCausalLM", {
-        "num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_dt_rank": 16,
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0, "num_experts": 4, "mamba_dt_rank": 16,
         "use_mamba_kernels": False, "intermediate_size": 256,
     }, residual=0.25),
     Tiny("kimi_linear", "KimiLinearForCausalLM", {

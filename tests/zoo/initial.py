@@ -46,8 +46,9 @@ def initialise(module: Any, tiny: Tiny) -> None:
             _spread(value, name)
             if LAST_NORM.fullmatch(name):  # Gemma adds one to its norms by itself
                 value.copy_(tiny.final * value if centre else tiny.final * (1 + value) - 1)
-            elif name.endswith("q_norm.weight"):
-                value.mul_(tiny.queries)
+        for ending, factor in tiny.factors.items():
+            if name.endswith(ending):
+                value.mul_(factor)
 
 
 def _spread(vector: Tensor, name: str) -> None:

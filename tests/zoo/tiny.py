@@ -30,7 +30,7 @@ class Tiny:
     embedding: float = 1.0  # factor on embeddings that are not tied to the output matrix: some architectures multiply them
     final: float = 1.0  # factor on the last norm, divided out of the output matrix: makes embeddings that are tied to it small
     residual: float = 0.5  # factor on matrices that write into the hidden state
-    queries: float = 1.0  # factor on norms of queries, where attention does not divide by the width of a head
+    factors: dict[str, float] = field(default_factory=dict)  # on parameters, by how their names end
     notes: str = ""
 
     def config(self) -> Any:

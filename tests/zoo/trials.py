@@ -10,10 +10,11 @@ from typing import Any
 import fewbits
 from fewbits import model as models
 from fewbits.errors import FewbitsError
+from fewbits.model.weights import TOWER
 from fewbits.verification import embeddings
 
 SAMPLES, LENGTH, TOKENS = 96, 128, 2048  # enough for a forecast within its bar; half a minute for all steps of a tiny model
-SIZE = "4.5bpw"
+SIZE, WITH_TOWERS = "4.5bpw", "10bpw"
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ class Trials:
         return _tried(run)
 
     def plan(self) -> Tried:
-        """Every weight measured in formats of the artifact, and a plan of the size."""
+        """Every weight measured in formats of the artifact, and a plan of the size; of a larger one where towers stay in float."""
 
         def run() -> Tried:
             table = self.work / "sensitivity.json"
             fewbits.measure(self.folder, table, stats=self.statistics, to="fewbits", formats=["q3_k", "q4_k", "q6_k", "int4_g32", "q8_0"])
-            decided = fewbits.plan(self.folder, table, to="fewbits", size=SIZE)
+            towers = any(weight.kind == TOWER for weight in models.open(self.folder).weights)
+            decided = fewbits.plan(self.folder, table, to="fewbits", size=WITH_TOWERS if towers else SIZE)
             return Tried(True, predicted=decided.plan.kl, bits=decided.plan.bits_per_weight)
 
         return _tried(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from dataclasses import replace
 from functools import cached_property
@@ -30,6 +31,8 @@ class GgufMatrices:
         self.path = path
         self._opened = open_reader(path)
         self.tensors = {tensor.name: tensor for tensor in self._opened.tensors}
+        if not re.fullmatch(r"[\w.+-]{1,64}", self.architecture):
+            raise InputError(f"`{path}` is of the architecture {self.architecture[:100]!a}, which is no name", "do not trust it")
         self.weights, self.rest = self._sorted()
 
     @cached_property
