@@ -25,7 +25,8 @@ words = parser.parse_args()
 folder = Path(words.model)
 Path(words.outfile).write_text(json.dumps({
     "files": sorted(file.name for file in folder.iterdir()), "type": words.outtype, "offline": os.environ["HF_HUB_OFFLINE"],
-    "rules": TextModel().get_vocab_base_pre("tokenizer"), "settings": ModelBase.load_hparams(folder, False),
+    "rules": TextModel().get_vocab_base_pre("tokenizer"), "settings": (settings := ModelBase.load_hparams(folder, False)),
+    "left_out": settings["renamed"],
     "without": get_model_class("Any").no_mtp, "gguf": __import__("gguf").WHERE,
 }))
 """
@@ -78,7 +79,7 @@ def test_the_converter_sees_the_folder_without_code_and_is_told_what_it_would_gu
     seen = json.loads(out.read_text())
     assert seen["files"] == ["config.json", "model.safetensors"] and seen["type"] == "bf16" and seen["offline"] == "1"
     assert seen["rules"] == "qwen2" and seen["without"] and seen["gguf"] == "beside the converter"
-    assert seen["settings"] == {"rope": {"theta": 7, "kept": 2}, "renamed": 3, "named": 4}
+    assert seen["settings"] == {"rope": {"theta": 7}, "named": 4} and seen["left_out"] == 3
 
 
 def test_rules_that_nobody_recognised_are_the_converters_own_complaint(root: Path, model: Path, tmp_path: Path) -> None:

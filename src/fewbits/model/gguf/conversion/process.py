@@ -4,8 +4,8 @@ Three things that a checkpoint brings along are told to the converter where it w
 
 - It knows a tokenizer by a hash of what it encodes, and so refuses one whose vocabulary is new although its rules are known. `PRE` is
   llama.cpp's name for the rules that fewbits recognised in the tokenizer itself, used only where the converter has no answer.
-- It reads config.json through transformers, whose newer versions rename and drop keys that the converter asks for: what the file itself
-  says comes first.
+- It reads config.json through transformers, whose newer versions rename and drop keys that the converter asks for, and add others that it
+  takes for a sign: what the file itself says counts, and transformers' reading only for a key that is asked for and not there.
 - Layers that predict further tokens are left to a file of their own (the converter's `--mtp`): transformers does not run them.
 """
 
@@ -43,7 +43,13 @@ def _tell(pre: str) -> None:
 
     def settings(folder: Path, is_mistral_format: bool) -> Any:
         known = read(folder, is_mistral_format)
-        return known if is_mistral_format else _over(known, json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        if is_mistral_format:
+            return known
+        said = _Settings(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        said.known = known
+        if "text_config" in known:  # which the converter finds under several names
+            said.setdefault("text_config", known["text_config"])
+        return said
 
     def without_further_tokens(name: str, **how: Any) -> Any:
         found = model_class(name, **how)
@@ -56,10 +62,13 @@ def _tell(pre: str) -> None:
     conversion.get_model_class = without_further_tokens
 
 
-def _over(known: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
-    """`known` with all that `said` says, key by key in nested settings too."""
-    nested = {key: _over(known[key], value) for key, value in said.items() if isinstance(value, dict) and isinstance(known.get(key), dict)}
-    return {**known, **said, **nested}
+class _Settings(dict[str, Any]):
+    """What config.json says; `settings[key]` of a key that it leaves out is answered as transformers reads it."""
+
+    known: dict[str, Any]
+
+    def __missing__(self, key: str) -> Any:
+        return self.known[key]
 
 
 if __name__ == "__main__":
