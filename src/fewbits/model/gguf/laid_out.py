@@ -56,7 +56,7 @@ def by_converter(source: Model, converter: Path, work: Path, progress: Progress[
     if not source.path.is_dir():
         raise InputError(f"`{source.path.name}` is no model folder: the converter cannot read it", "give the folder with config.json")
     out, made_of = work / FLOAT, work / _MADE_OF
-    key = f"{source.fingerprint} {sha256_of(converter / conversion.SCRIPT)}"
+    key = " ".join((source.fingerprint, sha256_of(converter / conversion.SCRIPT), sha256_of(conversion.PROCESS)))
     if out.is_file() and made_of.is_file() and made_of.read_text() == key:
         say(progress, "resuming: the converter's float file is there")
         return out

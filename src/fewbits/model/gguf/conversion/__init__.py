@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fewbits.progress import Progress
 
 SCRIPT, ROOT = "convert_hf_to_gguf.py", "LLAMA_CPP_ROOT"
+PROCESS = Path(__file__).with_name("process.py")  # what runs it
 BY_PIP = "pip"  # as `--converter` takes it
 _OUTTYPES = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 _STEP = 1 << 24  # bytes of the file for which progress advances by one
@@ -52,7 +53,7 @@ def convert(folder: Path, out: Path, converter: Path, dtype: str, pre: str = "",
         log = Path(scratch) / "log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(__file__).with_name("process.py")), str(converter), pre, *words],
+                [sys.executable, "-P", str(PROCESS), str(converter), pre, *words],
                 env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONPATH": ""},
                 stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
             )  # fmt: skip
