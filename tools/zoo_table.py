@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -84,12 +85,18 @@ def _write(names: list[str]) -> None:
             continue
         done = {step: {"made": False, "said": "not tried yet"} for step in STEPS} | _known(name)
         rows.append(f"| {name} | {' | '.join(_cell(step, done[step]) for step in STEPS)} |")
-        reasons += [(step, done[step]["said"].replace(name, "MODEL"), name) for step in STEPS if not done[step]["made"]]
+        reasons += [(step, _without_names(done[step]["said"], name), name) for step in STEPS if not done[step]["made"]]
     head = ["| model | calibrate | plan | gguf | onnx | genai | compressed-tensors |", "|---|---|---|---|---|---|---|"]
     text = "\n".join([BEGIN, "", *head, *rows, "", _REASONS, "", *_grouped(reasons), "", END])
     page = PAGE.read_text()
     before, after = page.partition(BEGIN)[0], page.partition(END)[2]
     PAGE.write_text(before + text + after)
+
+
+def _without_names(said: str, name: str) -> str:
+    """The same reason of two models is one line."""
+    said = re.sub("the architecture `[^`]+`", "its architecture", said.replace(f"`{name}`", "the model"))
+    return re.sub(r"(?<=the model: )\w+ (?=is no|stacks|hands|reads)", "it ", said)
 
 
 def _cell(step: str, tried: dict[str, object]) -> str:
