@@ -56,6 +56,9 @@ MODELS: dict[str, Callable[[], Any]] = {
             **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
         },
     ),
+    "mistral, a width that its heads do not divide": lambda: transformers.MistralConfig(
+        **{**TINY, "num_attention_heads": 6}, head_dim=16, sliding_window=None
+    ),
     "mistral": lambda: transformers.MistralConfig(**TINY, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**TINY),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=32),

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from fewbits.formats import Format, Shape
-from fewbits.formats.storage.codes import encode
+from fewbits.formats.storage.codebooks import Points
 from fewbits.kernels import Kernel
 
 if TYPE_CHECKING:
     from fewbits.formats import Grid, Parts
 
 JUDGED = {  # ours: ggml's
-    **{name: name for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0")},
+    **{name: name for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0", "q1_0", "q2_0")},
+    **{name: name for name in ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")},
     **{name: name[:-1] + "K" for name in ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")},
 }
+IN_GGUF = JUDGED.keys() - {"q1_0", "q2_0"}  # the gguf package decodes these too
 
 
 needs_ggml = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="pip install fewbits[llamacpp]")
@@ -36,9 +38,22 @@ def random_weight(fmt: Format, shape: Shape, seed: int = 0) -> tuple[Tensor, Gri
     """Codes and grid of a weight such as a model has."""
     w = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
     grid = fmt.fit(w, how="max")
-    if fmt.levels is None:
-        return w, grid
-    return encode(w, fmt.levels, *fmt.affine(grid)), grid
+    return w if fmt.is_cast else fmt.encode(w, grid), grid
+
+
+def random_codes(fmt: Format, shape: Shape, seed: int = 0) -> Tensor:
+    """Any codes that there are: of vectors with any point, shift or signs, the last of which follows where their number must be even."""
+    source = torch.Generator().manual_seed(seed)
+    book = fmt.codebook
+    if not isinstance(book, Points):
+        return torch.randint(0, len(fmt.levels or ()), shape, generator=source, dtype=torch.uint8)
+    bits = book.points * book.index_bits
+    above = 1 if book.shifts else 0 if book.signs == "in the points" else fmt.dimension
+    codes = torch.randint(0, 1 << bits + above, (shape[0], shape[1] // fmt.dimension), generator=source, dtype=torch.int32)
+    if book.signs == "even":
+        odd = sum(codes >> bits + i & 1 for i in range(fmt.dimension)) % 2
+        codes ^= odd << bits + fmt.dimension - 1
+    return codes
 
 
 def random_bytes(fmt: Format, shape: Shape, seed: int = 0) -> Parts:

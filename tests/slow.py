@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import gguf
 import torch
 from torch import Tensor
 
@@ -16,14 +18,86 @@ def encode_one(value: float, levels: tuple[float, ...], scale: float, offset: fl
     return min(range(len(levels)), key=lambda code: abs(levels[code] - x))
 
 
-def decode(codes: Tensor, levels: tuple[float, ...], scale: Tensor, offset: Tensor | None) -> Tensor:
-    out = torch.empty(codes.shape)
-    for r in range(codes.shape[0]):
-        for c in range(codes.shape[1]):
-            out[r, c] = scale.expand_as(out)[r, c] * torch.tensor(levels[int(codes[r, c])])
+def level_values(codes: Tensor, levels: tuple[float, ...]) -> Tensor:
+    return torch.tensor([[levels[code] for code in row] for row in codes.tolist()])
+
+
+def scaled(values: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    out = torch.empty(values.shape)
+    for r in range(values.shape[0]):
+        for c in range(values.shape[1]):
+            out[r, c] = scale.expand_as(out)[r, c] * values[r, c]
             if offset is not None:
                 out[r, c] += offset.expand_as(out)[r, c]
     return out
+
+
+# Codebooks of vectors, as ggml's decoders describe them: (points in a code, bits of a point's number, unit, what lies above the numbers).
+# The points are the gguf package's.
+VECTOR_CODES = {
+    "iq1_s": (1, 11, 1.0, "nothing"),
+    "iq1_m": (1, 11, 1.0, "a shift"),
+    "iq2_xxs": (1, 8, 1 / 8, "even signs"),
+    "iq2_xs": (1, 9, 1 / 8, "even signs"),
+    "iq2_s": (1, 10, 1 / 8, "signs"),
+    "iq3_xxs": (2, 8, 1 / 4, "even signs"),
+    "iq3_s": (1, 9, 1.0, "signs"),
+}
+
+
+def points(name: str) -> list[list[float]]:
+    kind = getattr(gguf.quants, name.upper())
+    kind.init_grid()
+    return (kind.grid.reshape(kind.grid_shape).astype(float) * VECTOR_CODES[name][2]).tolist()
+
+
+def vector_values(codes: Tensor, name: str) -> Tensor:
+    count, bits, _, above = VECTOR_CODES[name]
+    grid, rows = points(name), []
+    for row in codes.tolist():
+        values: list[float] = []
+        for code in row:
+            numbers, rest = [code >> bits * i & (1 << bits) - 1 for i in range(count)], code >> bits * count
+            vector = [value for number in numbers for value in grid[number]]
+            if "signs" in above:
+                vector = [-value if rest >> i & 1 else value for i, value in enumerate(vector)]
+            elif above == "a shift":
+                vector = [value + (-1 / 8 if rest else 1 / 8) for value in vector]
+            values += vector
+        rows.append(values)
+    return torch.tensor(rows)
+
+
+def allowed_signs(name: str) -> list[tuple[int, ...]]:
+    """Of a vector, as factors."""
+    count, _, _, above = VECTOR_CODES[name]
+    every = list(itertools.product((1, -1), repeat=count * len(points(name)[0])))
+    if "signs" not in above:
+        return [every[0]]
+    return [signs for signs in every if above == "signs" or signs.count(-1) % 2 == 0]
+
+
+def least_cost(x: Tensor, weight: Tensor, name: str, signs: list[tuple[int, ...]]) -> float:
+    """The weighted squared error of the best code for x (dimension,), by trying every point under all of these signs, in float64.
+    Two points of one code do not touch each other's weights, so each is tried by itself."""
+    count, _, _, above = VECTOR_CODES[name]
+    grid = torch.tensor(points(name), dtype=torch.float64)
+    shifts = (1 / 8, -1 / 8) if above == "a shift" else (0.0,)
+    best = math.inf
+    for shift, factors in itertools.product(shifts, signs):
+        sizes = ((x.double() - shift) * torch.tensor(factors)).reshape(count, -1)
+        errors = (sizes.unsqueeze(1) - grid).square() * weight.double().reshape(count, 1, -1)
+        best = min(best, float(errors.sum(2).min(1).values.sum()))
+    return best
+
+
+def greedy_signs(x: Tensor, weight: Tensor, name: str) -> tuple[int, ...]:
+    """Those of the weights; where they must be even and are not, the cheapest to get wrong is wrong."""
+    signs = [-1 if value < 0 else 1 for value in x.tolist()]
+    if VECTOR_CODES[name][3] == "even signs" and signs.count(-1) % 2:
+        prices = (x.abs() * weight).tolist()
+        signs[prices.index(min(prices))] *= -1
+    return tuple(signs)
 
 
 def kl(p_logits: list[float], q_logits: list[float]) -> float:

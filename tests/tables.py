@@ -46,7 +46,7 @@ def table_of(seed: int = 0, weights: Sequence[Weight] = WEIGHTS, names: Sequence
             fmt = formats.get(name)
             if fmt.fits(weight.shape) is None:
                 noise = float(np.exp(rng.normal(0, 0.2)))
-                kl = 0.0 if fmt.levels is None else sensitivity * noise * 4.0 ** -fmt.bits_per_weight((256, 256))
+                kl = 0.0 if fmt.is_cast else sensitivity * noise * 4.0 ** -fmt.bits_per_weight((256, 256))
                 rows[weight.name][name] = Cell(kl, 0.01, "rtn", SIMPLE)
     return Sensitivity(
         model="model", model_sha256="00", runs=(), method="rtn", weights=tuple(weights), rows=rows, config=CONFIG,

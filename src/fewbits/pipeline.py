@@ -21,11 +21,14 @@ from fewbits.calibration.text import windows
 from fewbits.errors import InputError
 from fewbits.model.gguf.model import GgufModel
 from fewbits.model.weights import TOWER
+from fewbits.planning.allocation import allocator
+from fewbits.planning.decision import predicted_kl
 from fewbits.preflight import Work, preflight
 from fewbits.progress import say, silent
 from fewbits.reporting import results
 from fewbits.reporting.results.quantized import Quantized
 from fewbits.request import Request
+from fewbits.sensitivity.curve import FROM
 from fewbits.sensitivity.errors import measure_errors
 from fewbits.store import executors
 from fewbits.store.cache import open_cache
@@ -34,6 +37,7 @@ from fewbits.targets.gguf.source import open_source
 from fewbits.verification import embeddings, runtimes, sandbox
 from fewbits.verification.files import Trial, verdict_on
 from fewbits.verification.floor import check_floor
+from fewbits.verification.forecast.large_damage import measure_curve
 from fewbits.verification.runtimes import llamacpp
 from fewbits.verification.streamed import REFERENCE
 
@@ -98,8 +102,7 @@ def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
 
 def _without_checkpoint(request: Request, source: GgufModel) -> Request:
     """What a GGUF of an unknown architecture leaves possible."""
-    if request.method == "auto" and request.imatrix is None:
-        request = replace(request, method="rtn")
+    request = request.without_importance(source)
     if not request.no_verify:
         sandbox.check(runtimes.get(request.target.runtime), source.path)
         request = replace(request, no_verify=llamacpp.is_unknown(source.path))
@@ -185,12 +188,32 @@ class Run:
 
     def spend(self, maker: Maker, table: Sensitivity) -> tuple[OutputFile, Verdict | None, Decision, Sequence[Round]]:
         """The budget: planned, quantized, exported and verified; for an accuracy in as many rounds as it takes."""
-        asked = self.request
+        asked, table = self.request, self.corrected(maker, table)
         if asked.budget.by_accuracy:
             return until_accurate(maker, asked.path, table, asked.budget, asked.constraints, asked.rounds, self.verify)
         decision = pricing.within_file(table, self.subject, asked.target, asked.budget, asked.constraints)
         made = maker.make(decision.plan, asked.path)
         return made, self.verify(made.path), decision, ()
+
+    def corrected(self, maker: Maker, table: Sensitivity) -> Sensitivity:
+        """The table with a curve of this model where the budget means large damage, which is not the sum of predictions for single
+        weights."""
+        asked = self.request
+        if not isinstance(maker.statistics, Statistics) or self.subject is not self.source or embeddings.given_by(self.source.config):
+            return table
+        if asked.budget.by_accuracy:
+            if (allowed := predicted_kl(asked.budget.limits)) < FROM:
+                return table
+            plan = allocator(table, asked.target, asked.constraints).within_kl(allowed, "")
+        else:
+            plan = pricing.within_file(table, self.subject, asked.target, asked.budget, asked.constraints).plan
+        if (plan.kl or 0.0) < FROM:
+            return table
+        samples = self.text.samples.ids if self.text.samples else self.text.windows
+        curve = measure_curve(self.source, maker.statistics, plan, samples, asked.memory, self.progress)
+        table = replace(table, curve=curve)
+        table.save(asked.work / TABLE)
+        return table
 
     def verify(self, file: Path) -> Any:
         """A verdict; None: nobody asked for one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from fewbits.errors import InputError
 from fewbits.formats import get as format_named
 from fewbits.formats.runtime import activations as activation_formats
 from fewbits.model.gguf.model import GgufModel
-from fewbits.planning import decision, rounds, speed
+from fewbits.planning import decision, rounds, speed, uninformed
 from fewbits.planning.accuracy import Thresholds
 from fewbits.planning.constraints import Constraints, listed
 from fewbits.planning.decision import Budget
@@ -163,9 +163,20 @@ class Request:
         subject = layout_for(source, self.target, how, self.work, progress)
         if subject.layout:
             self._check_as_laid_out(subject)
-        if self.has_budget:
-            self._check_plannable(subject)
+        asked = self.without_importance(subject)
+        if asked.has_budget:
+            asked._check_plannable(subject)
         return subject
+
+    def without_importance(self, subject: Model) -> Request:
+        """The same request, unless nothing is known of the model but its weights: then for rounding, in formats that stand it."""
+        if not self.without_gradients(subject) or self.imatrix is not None or self.method.lower() != "auto":
+            return self
+        if not self.has_budget:
+            uninformed.check_plan(make_plan(subject, self))
+            return replace(self, method="rtn")
+        uninformed.check_choice(self.size, self.constraints, subject.weights, subject.config)
+        return replace(self, method="rtn", formats=self.formats or uninformed.names_left(self.target.candidates))
 
     def without_gradients(self, source: Model) -> bool:
         """Nothing runs the source block by block, so that nothing is known of its gradients."""

@@ -299,6 +299,18 @@ def test_a_cpu_counts_what_is_touched_and_a_gpu_what_is_reserved() -> None:
 
 # --- speed
 
+
+def test_codebook_types_may_be_slower_on_a_cpu_than_their_bytes_say() -> None:
+    """iq2_xs takes 0.67 of q3_k's bytes, and its kernels 2.5 times as long for a byte."""
+    on = {
+        device: estimate.fit(params="7B", device=device, formats=("q3_k", "iq2_xs", "iq2_m")).rows for device in ("pc ddr5 16gb", "rtx4090")
+    }
+    for device, rows in on.items():
+        low, high = ([getattr(row.decode, end) for row in rows] for end in ("low", "high"))
+        assert (low[1] < low[0]) == (low[2] < low[0]) == (device != "rtx4090")
+        assert high[1] > high[2] > high[0]
+
+
 ROUND = Device("round numbers", "pc", 2, 1, bandwidth=100.0, half=10.0, int8=40.0)
 
 
@@ -311,6 +323,10 @@ def test_speeds_are_bytes_over_bandwidth_and_operations_over_the_peak() -> None:
     assert gpu and 1 / gpu.low - 1 / found.low == pytest.approx(len(shape.windows) * 50e-6)
     four = speed.decode(shape, 1e9, Use(4096, sequences=4), ROUND)
     assert four and four.high == pytest.approx(4 * found.high)
+    few_cores = speed.decode(shape, 1e9, Use(4096), ROUND, kernels=0.2)
+    assert few_cores and few_cores.high == found.high
+    assert 1 / few_cores.low - 1 / found.low == pytest.approx(1e9 / (100e9 * 0.2) - 1e9 / (100e9 * 0.4))
+    assert speed.decode(shape, 1e9, Use(4096), replace(ROUND, kind="gpu"), kernels=0.2) == gpu
     floats, packed = (speed.prefill(1e9, quantized, ROUND) for quantized in (False, True))
     assert floats == speed.Range(0.25 * 10e12 / 2e9, 0.75 * 10e12 / 2e9)
     assert packed == speed.Range(0.25 * 10e12 / 2e9, 0.3 * 40e12 / 2e9)

@@ -282,6 +282,14 @@ def test_text_without_blank_lines_is_cut_into_samples_none_of_which_is_lost(bert
     assert sum(lengths) - special * len(lengths) == sum(len(whole.encode(line).ids) - special for line in text.split("\n"))
 
 
+def test_two_bits_without_data_are_refused_unless_rounding_is_asked_for(tmp_path: Path) -> None:
+    onnx.save(PACKED["matmul"][0], tmp_path / "float.onnx")
+    with pytest.raises(InputError, match=r"2\.56 bits, under 3, need to know which columns matter") as refused:
+        verbs.quantize(tmp_path / "float.onnx", tmp_path / "out.onnx", format="int2_g32_asym")
+    assert "`--data`" in refused.value.hint and not (tmp_path / "out.onnx").exists()
+    assert verbs.quantize(tmp_path / "float.onnx", tmp_path / "out.onnx", format="int2_g32_asym", method="rtn").plan.entries
+
+
 def test_a_plan_that_was_written_makes_the_same_file(bert: Path, tmp_path: Path) -> None:
     first = verbs.quantize(bert, tmp_path / "a.onnx", format="int4_g32", method="rtn", no_verify=True)
     assert first.verdict is None

@@ -302,7 +302,7 @@ def test_the_benchmark_of_plans_runs_and_goes_on(run: Any, stats: Path, tmp_path
     (judged,) = json.loads(out)["texts"]
     rows = {(row["mix"], row["maker"]): row for row in judged["rows"]}
     peer, allocation, ours = (rows["q4_k_m", maker] for maker in ("ggml + imatrix", "our allocation, ggml + imatrix", "fewbits"))
-    assert judged["tokens"] == 1022 and peer["found"]["kl_ratio"] == 1
+    assert judged["tokens"] == 1022 and peer["found"]["to_peer"]["kl_ratio"] == 1
     assert max(allocation["bytes"], ours["bytes"]) <= peer["bytes"]
     assert ours["found"]["kl"] < allocation["found"]["kl"] < peer["found"]["kl"]
     assert rows["q4_k_m less 12 %", "fewbits"]["bytes"] < 0.9 * peer["bytes"]

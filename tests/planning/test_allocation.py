@@ -185,6 +185,36 @@ class TestTogether:
         assert "names look like `model.layers" in refused.value.hint
 
 
+class TestBelowFourBits:
+    @pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+    def test_sizes_between_two_and_three_bits_are_spent_on_codebook_types(self, share: float) -> None:
+        table = table_of(9, names=GGUF.candidates)
+        whole = allocator(table, GGUF)
+        limit = int(ELEMENTS / 8 * (2.1 + share))
+        plan = whole.within_bytes(limit, "")
+        used = {entry.format for entry in plan.entries}
+        assert plan.nbytes <= limit and used & {"iq2_xxs", "iq2_xs", "iq2_s"}
+        without = allocator(table_of(9, names=[name for name in GGUF.candidates if not name.startswith(("iq1", "iq2"))]), GGUF)
+        assert without.least_bytes > limit  # nothing else is as small
+
+    def test_a_type_that_another_one_beats_in_bytes_and_damage_is_never_chosen(self) -> None:
+        table = table_of(10, names=GGUF.candidates)
+        rows = {name: {**row, "iq3_s": replace(row["iq3_s"], kl=0.9 * row["q3_k"].kl)} for name, row in table.rows.items()}
+        whole = allocator(replace(table, rows=rows), GGUF)
+        chosen = {entry.format for share in (0.05, 0.1, 0.15, 0.2) for entry in whole.within_bytes(share_of(whole, share), "").entries}
+        assert "iq3_s" in chosen and "q3_k" not in chosen
+
+    def test_a_speed_leaves_types_out_that_are_small_and_slow(self) -> None:
+        """iq2_s takes 0.97 of q2_k's bytes, and twice its time."""
+        table = table_of(11, names=("iq2_s", "q2_k"))
+        rows = {name: {**row, "iq2_s": replace(row["iq2_s"], kl=0.9 * row["q2_k"].kl)} for name, row in table.rows.items()}
+        limit = sum(GGUF.nbytes(weight, formats.get("q2_k")) for weight in WEIGHTS)
+        speed = 0.999 * 0.57 * 30e9 / limit
+        free = allocator(replace(table, rows=rows), GGUF).within_bytes(limit, "")
+        fast = allocator(replace(table, rows=rows), GGUF, Constraints(min_speed=speed)).within_bytes(limit, "")
+        assert {entry.format for entry in free.entries} == {"iq2_s"} and {entry.format for entry in fast.entries} == {"q2_k"}
+
+
 class TestSpeed:
     def test_a_speed_is_reached_and_paid_for(self) -> None:
         """q4_0, q8_0 and the tied embedding are all read at 0.71 of 30 GB/s: a speed is a number of bytes."""

@@ -31,6 +31,7 @@ def never_asked(name: str) -> int:
         ("123456", FileBytes(123_456)),
         ("q4_k_m", Recipe("q4_k_m")),
         ("IQ4_XS", Recipe("iq4_xs")),
+        ("iq2_m", Recipe("iq2_m")),
         ("Q4_K", Recipe("q4_k_m")),
     ],
 )
@@ -64,7 +65,7 @@ def test_every_way_to_name_a_size_is_read(text: str, size: budgets.Size) -> None
         ("\u0663GB", "not a number of bytes", "3.2GB"),  # a digit of another script
         ("q4_k_n", "no recipe `q4_k_n`", "`q4_k_m`"),
         ("iq4xs", "no recipe `iq4xs`", "`iq4_xs`"),
-        ("iq3_xxs", "no recipe `iq3_xxs`", "iq4_xs"),  # llama.cpp has it, fewbits has not its type
+        ("iq2_l", "no recipe `iq2_l`", "`iq2_m`"),
     ],
 )
 def test_what_is_no_size_is_refused_with_a_hint(text: str, says: str, hint: str) -> None:

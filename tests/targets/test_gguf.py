@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import gguf
@@ -12,6 +13,7 @@ from greedy import by_llama_cpp
 
 from fewbits import embedded, formats, model, planning
 from fewbits.artifact import Artifact
+from fewbits.benchmarks.peers import ggml
 from fewbits.calibration.text import windows
 from fewbits.errors import InputError
 from fewbits.model.gguf import architectures
@@ -91,7 +93,7 @@ def test_every_format_of_gguf_in_one_file(tmp_path: Path) -> None:
     """A weight in each, embedding and output too: read back by type and value, and computed by llama.cpp."""
     config = MODELS["llama, untied, with biases"]()
     config.hidden_size = config.intermediate_size = 256
-    config.head_dim, config.num_hidden_layers = 64, 5
+    config.head_dim, config.num_hidden_layers = 64, 6
     source = model.open(save_random(config, tmp_path / "tiny"))
     carried = [fmt for fmt in formats.all().values() if layout(fmt)]
     assigned = {weight.name: carried[i % len(carried)] for i, weight in enumerate(source.weights)}
@@ -171,6 +173,42 @@ def test_a_format_that_gguf_does_not_have_is_refused() -> None:
     assert GGUF.accepts(weight, formats.get("q4_k")) is None
     odd = Weight("model.layers.0.mlp.down_proj", (64, 172), "mlp", "fp16")
     assert "172 columns do not divide into Q8_0's blocks of 32" in (GGUF.accepts(odd, formats.get("int8_channel")) or "")
+
+
+def test_q2_0_waits_for_a_gguf_package_that_knows_it() -> None:
+    weight = Weight("model.layers.0.mlp.up_proj", (96, 256), "mlp", "fp16")
+    known = "Q2_0" in gguf.GGMLQuantizationType.__members__
+    refused = GGUF.accepts(weight, formats.get("q2_0"))
+    assert refused is None if known else refused and refused.endswith("is installed, and does not know Q2_0")
+
+
+def test_candidates_go_from_small_to_large_and_leave_out_what_only_suits_models_trained_for_it() -> None:
+    bits = [formats.get(name).bits_per_weight((256, 256)) for name in GGUF.candidates]
+    assert bits == sorted(bits) and len(set(GGUF.candidates)) == len(bits)
+    types = {own.format for fmt in formats.all().values() if (own := layout(fmt))}
+    assert types - set(GGUF.candidates) == {"q1_0", "tq1_0", "tq2_0", "fp32"} | (types & {"q2_0"})
+
+
+def test_columns_that_do_not_divide_by_256_get_the_next_type_that_fits_with_the_reason() -> None:
+    weights = [Weight("model.layers.0.self_attn.q_proj", (576, 576), "attention", "bf16"), Weight("b", (576, 1536), "mlp", "bf16")]
+    plan = planning.uniform(weights, GGUF, formats.get("iq2_xs"))
+    assert [entry.format for entry in plan.entries] == ["mxfp4", "iq2_xs"]
+    assert "576 columns do not divide into" in plan.entries[0].reason and "256" in plan.entries[0].reason
+    assert plan.entries[0].reason.endswith("the next that fits: mxfp4") and plan.fallbacks == plan.entries[:1]
+
+
+@needs_llama_cpp
+def test_activations_are_rounded_in_the_blocks_that_ggml_multiplies_each_type_by() -> None:
+    class Traits(ctypes.Structure):  # ggml_type_traits_cpu
+        _fields_ = (("from_float", ctypes.c_void_p), ("vec_dot", ctypes.c_void_p), ("vec_dot_type", ctypes.c_int), ("rows", ctypes.c_int64))
+
+    lookup = ggml.library().ggml_get_type_traits_cpu
+    lookup.restype, lookup.argtypes = ctypes.POINTER(Traits), [ctypes.c_int]
+    for name, (number, _, _) in ggml.TYPES.items():
+        weight, fmt = Weight("w", (256, 256), "mlp", "fp16"), formats.get(name.lower())
+        if layout(fmt):
+            block = ggml.library().ggml_blck_size(lookup(number).contents.vec_dot_type)
+            assert GGUF.activation_block(weight, fmt) == block, name
 
 
 def test_every_format_with_a_name_of_ggml_is_one_of_its_types() -> None:

@@ -239,3 +239,51 @@ def test_without_a_converter_the_three_ways_are_named(run: Run, tmp_path: Path, 
     code, _, said = run("quantize", model, "-o", tmp_path / "m.gguf", "--format", "q8_0", "--converter", tmp_path)
     assert code == 3 and "holds no convert_hf_to_gguf.py" in said
     shutil.rmtree(model)
+
+
+class TestUnderThreeBits:
+    """Of a model of which nothing is known but its weights."""
+
+    @pytest.fixture
+    def strange(self, float_file: Path, tmp_path: Path) -> Path:
+        return rewritten(float_file, tmp_path / "strange.gguf", unchanged, "neverheard")
+
+    @pytest.mark.parametrize(
+        ("words", "named"),
+        [
+            (("--format", "iq2_xs"), "`token_embd` in iq2_xs: 2.31 bits, under 3,"),
+            (("--format", "q4_k", "--override", "ffn_up=q2_k"), "`blk.0.ffn_up` in q2_k: 2.62 bits"),
+            (("--size", "4bpw", "--formats", "iq3_s,iq1_m"), "`--formats iq1_m`: 1.75 bits"),
+            (("--size", "4bpw", "--override", "ffn_up<=iq2_xxs"), "`--override ffn_up<=iq2_xxs`: 2.06 bits"),
+            (("--size", "iq3_xxs"), "`--size iq3_xxs`, which needs iq2_s: 2.56 bits"),
+        ],
+    )
+    def test_they_are_refused_where_they_are_named(
+        self, run: Run, strange: Path, tmp_path: Path, words: tuple[str, ...], named: str
+    ) -> None:
+        code, _, said = run("quantize", strange, "-o", tmp_path / "m.gguf", *words)
+        said = " ".join(said.split())
+        assert code == 2 and named in said and "nothing is known of this model but its weights" in said
+        assert "--imatrix FILE" in said and "--method rtn" in said
+        assert not (tmp_path / "m.gguf").exists()
+
+    def test_a_plan_that_does_not_ask_for_rounding_is_refused(self, run: Run, strange: Path, tmp_path: Path) -> None:
+        to = ("-o", tmp_path / "m.gguf", "--no-verify")
+        assert run("quantize", strange, *to, "--format", "q2_k", "--method", "rtn")[0] == 0
+        plan = tmp_path / "plan.json"
+        text = (tmp_path / "m.gguf.work" / "artifact" / "plan.json").read_text()
+        plan.write_text(text)
+        assert run("quantize", strange, *to, "--plan", plan)[0] == 0  # rtn is named in it, weight by weight
+        plan.write_text(text.replace('"rtn"', '"auto"'))
+        code, _, said = run("quantize", strange, *to, "--plan", plan)
+        assert code == 2 and "in q2_k: 2.62 bits" in " ".join(said.split())
+
+    def test_a_size_is_made_up_of_others_unless_rounding_is_asked_for(self, run: Run, strange: Path, tmp_path: Path) -> None:
+        words = ("quantize", strange, "-o", tmp_path / "m.gguf", "--size", "4bpw", "--no-verify", "--json")
+        code, out, said = run(*words)
+        chosen = {row["format"] for row in json.loads(out)["plan"]["weights"].values()}
+        assert code == 0 and chosen.isdisjoint({"iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "q2_k"}), said
+        code, _, said = run(*words[:5], "2.7bpw", *words[6:])
+        assert code == 2 and "they take at least" in said and "3.06 bits per weight" in said  # iq3_xxs
+        code, out, said = run(*words[:5], "2.7bpw", *words[6:], "--method", "rtn", "--formats", "q2_k,q4_0")
+        assert code == 0 and "q2_k" in {row["format"] for row in json.loads(out)["plan"]["weights"].values()}, said

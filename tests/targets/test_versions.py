@@ -49,7 +49,7 @@ def test_a_plan_for_a_newer_onnxruntime_is_refused_when_it_is_read(monkeypatch: 
         planning.read(text, embedded_model.weights, target)
 
 
-@pytest.mark.parametrize(("fmt", "first"), [("mxfp4", "0.18"), ("nvfp4", "0.19")])
+@pytest.mark.parametrize(("fmt", "first"), [("mxfp4", "0.18"), ("nvfp4", "0.19"), ("q1_0", "0.19")])
 def test_the_gguf_package(monkeypatch: pytest.MonkeyPatch, fmt: str, first: str) -> None:
     assert refused("gguf", fmt) == ""
     whole = layouts._constants()

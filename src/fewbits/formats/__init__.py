@@ -1,7 +1,8 @@
 """The formats a weight can be stored in. A weight comes in, packed parts go out, and back. Every file here registers its `FORMATS`.
 
-Every quantized format is `scale * levels[code] + offset`. Formats differ in the levels, in how many columns share a scale, in how scales
-are stored, and in the packing; a `Format` holds just that. storage/ has codes and bits, search/ finds scales, blocks/ is shared by
+Every quantized format is `scale * codebook[code] + offset`. Formats differ in the codebook, in how many columns share a scale, in how
+scales are stored, and in the packing; a `Format` holds just that. Most codebooks are a list of levels, one for each weight; those of
+dimension 4 or 8 have a vector of so many weights for each code. storage/ has codes and bits, search/ finds scales, blocks/ is shared by
 GGUF's formats, runtime/ has the formats of activations and KV caches.
 """
 
@@ -20,6 +21,8 @@ from fewbits.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from fewbits.formats.storage.codebooks import Codebook
 
     Grid = dict[str, Tensor]  # maps codes to values: scales, minima, tensor-wide factors
     Parts = dict[str, Tensor]  # as stored: one named array per tensor of the artifact
@@ -44,18 +47,20 @@ class Spec(NamedTuple):
 class Format(ABC):
     """How a (rows, cols) weight is stored.
 
-    Shapes: a weight is (rows, cols) float32, its codes have the same shape in uint8 (for a cast they are the values themselves).
+    Shapes: a weight is (rows, cols) float32, its codes have the same shape in uint8 (for a cast they are the values themselves), or are
+    (rows, cols / dimension) int32 where they stand for vectors.
     Grid entries are (rows, n); a tensor-wide one is (1, 1). `fit` takes any whole number of blocks, so that GPTQ can
     fit a block at a time to weights that it has already corrected.
     """
 
     name: str  # as in files, on the command line, in plans and reports
     about: str  # one line for the table of formats
-    levels: tuple[float, ...] | None  # value of each code, in code order; None: a plain cast
+    levels: tuple[float, ...] | None  # value of each code, in code order; None: a plain cast, or codes stand for vectors
     group: int | None  # columns under one scale; None: the whole row
     version: int = 1  # of its storage: raised when the same parts are read differently
     block: int = 1  # columns packed together: a row holds a whole number of blocks
     tensor_wide: bool = False  # one scale for the whole weight, fitted once and passed on as `fixed`
+    dimension: int = 1  # weights that one code stands for
 
     @abstractmethod
     def parts(self, shape: Shape) -> dict[str, Spec]:
@@ -74,6 +79,30 @@ class Format(ABC):
 
     @abstractmethod
     def unpack(self, parts: Parts) -> tuple[Tensor, Grid]: ...
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether values are stored as they are, in another type: there is no codebook and no scale."""
+        return self.levels is None and self.dimension == 1
+
+    @property
+    def codebook(self) -> Codebook | None:
+        """None: a cast."""
+        from fewbits.formats.storage.codebooks import Levels
+
+        return None if self.levels is None else Levels(self.levels)
+
+    def encode(self, w: Tensor, grid: Grid, importance: Tensor | None = None) -> Tensor:
+        """The codes nearest to w. `importance` (cols,) weighs columns against each other where they share a code."""
+        from fewbits.formats.storage.codes import unit_values
+
+        assert self.codebook
+        return self.codebook.nearest(unit_values(w, *self.affine(grid)), importance)
+
+    def decode(self, codes: Tensor, grid: Grid) -> Tensor:  # -> (rows, cols) float32, a copy
+        from fewbits.formats.storage.codes import scaled_values
+
+        return codes.float().clone() if self.codebook is None else scaled_values(self.codebook.values(codes), *self.affine(grid))
 
     def nbytes(self, shape: Shape) -> int:
         return sum(spec.nbytes for spec in self.parts(shape).values())
@@ -113,6 +142,6 @@ def get(name: str) -> Format:
 def granularity(name: str) -> str:
     """What shares a scale, in words."""
     fmt = get(name)
-    if fmt.levels is None:
+    if fmt.is_cast:
         return "none: a cast"
     return "tensor" if fmt.tensor_wide and fmt.group is None else "channel" if fmt.group is None else f"group of {fmt.group}"

@@ -24,6 +24,7 @@ from fewbits.devices import processor
 from fewbits.devices.processor import BACKENDS, Entry
 from fewbits.errors import InputError
 from fewbits.formats import Format, Shape
+from fewbits.kernels import points
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,7 +122,7 @@ class Kernel:
 
         from fewbits.kernels.arrays import as_bytes
 
-        specs = fmt.parts((codes.shape[0], codes.shape[1]))
+        specs = fmt.parts((codes.shape[0], codes.shape[1] * fmt.dimension))
         parts = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in specs.items()}
         fields, stored = [as_bytes(grid[name]) for name in entry.grid], [as_bytes(parts[name]) for name in entry.parts]
         processor.native().pack(self.format, as_bytes(codes), fields, stored, torch.get_num_threads())
@@ -138,6 +139,7 @@ class Kernel:
         entry = self._entry()
         if entry is None or not entry.runs_here:
             raise InputError(f"{self.backend} cannot serve {self.format}: {self.runs_here()}", "let `bind` choose a kernel")
+        points.give(self.format)
         return entry
 
 
@@ -177,7 +179,7 @@ def decode(fmt: Format, parts: Parts, shape: Shape) -> Tensor:  # -> (rows, cols
 
 
 def pack(fmt: Format, codes: Tensor, grid: Grid) -> Parts:
-    return bind(fmt, (codes.shape[0], codes.shape[1])).pack(codes, grid)
+    return bind(fmt, (codes.shape[0], codes.shape[1] * fmt.dimension)).pack(codes, grid)
 
 
 def _backends(device: object) -> tuple[str, ...]:

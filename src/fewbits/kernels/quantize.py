@@ -56,7 +56,7 @@ def _search(fmt: Format, weighted: bool) -> tuple[Any, ...] | None:
     if fmt.levels is None or fmt.group is None or fmt.tensor_wide or not processor.native().packs(fmt.name):
         return None
     codes = _codes(fmt.levels)
-    if isinstance(fmt, OneScale) or (isinstance(fmt, Integer) and not isinstance(fmt, IntegerWithZero)):
+    if (isinstance(fmt, OneScale) and len(fmt.levels) > 2) or (isinstance(fmt, Integer) and not isinstance(fmt, IntegerWithZero)):
         return _of_scale(fmt.group, scale_trials(fmt.levels, fmt.ends, weighted, True), None, codes)
     if isinstance(fmt, ScaleAndMin):
         return fmt.group, native.line_search(len(fmt.levels) - 1, True), codes

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 def decode(fmt: Format, parts: Parts) -> Tensor:  # -> (rows, cols) float32
-    from fewbits.formats.storage import codes
-
     # a GPU's arrays are decoded on the processor, because that is where formats keep their tables
     where = next(iter(parts.values())).device
     chosen, grid = fmt.unpack({name: part.cpu() for name, part in parts.items()})
-    scale, offset = fmt.affine(grid)
-    return codes.decode(chosen, fmt.levels, scale, offset).to(where)
+    return fmt.decode(chosen, grid).to(where)

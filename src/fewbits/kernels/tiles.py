@@ -41,9 +41,12 @@ class Tiled:
 
 def tiled(kernel: Kernel, parts: Parts, shape: Shape) -> Tiled | None:
     """None: this kernel multiplies weights in their stored layout, and tiles would not be faster."""
-    if not kernel.multiplies or not (size := processor.native().tiled_size(kernel.format, kernel.isa, *shape)):
+    if not kernel.multiplies:
+        return None
+    entry = kernel.entry_here()
+    if not (size := processor.native().tiled_size(kernel.format, kernel.isa, *shape)):
         return None
     tiles = torch.empty(size, dtype=torch.uint8)
-    stored = [as_bytes(parts[name]) for name in kernel.entry_here().parts]
+    stored = [as_bytes(parts[name]) for name in entry.parts]
     fits = processor.native().tile(kernel.format, kernel.isa, stored, *shape, tiles.numpy(), torch.get_num_threads())
     return Tiled(kernel, shape, tiles) if fits else None

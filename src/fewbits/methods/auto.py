@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fewbits.formats.storage.codes import encode
 from fewbits.methods import Outcome, gptq, rtn
 from fewbits.methods.error_feedback import holdout
 
@@ -22,13 +21,13 @@ class Auto:
     needs_statistics = True
 
     def quantize(self, w: Tensor, fmt: Format, statistics: WeightStatistics | None = None) -> Outcome:
-        if fmt.levels is None or statistics is None or not statistics.has_importance:
+        if fmt.is_cast or statistics is None or not statistics.has_importance:
             return rtn.METHOD.quantize(w, fmt, statistics)
         rows = holdout.some_rows(w, gptq.TRIAL_WEIGHTS)
         judged: dict[str, holdout.HeldOut] = {}
         for name, importance in ((_PLAIN, None), (_WEIGHED, statistics.importance(0))):
             grid = fmt.fit(w[rows], importance)
-            codes = encode(w[rows], fmt.levels, *fmt.affine(grid))
+            codes = fmt.encode(w[rows], grid, importance)
             judged[name] = holdout.judge(w[rows], fmt, codes, grid, statistics, rows)
         damping = gptq.choose_damping(w, fmt, statistics) if statistics.has_hessian else 0.0
         if statistics.has_hessian and (by_gptq := gptq.judged(w, fmt, statistics, damping)):

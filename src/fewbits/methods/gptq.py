@@ -30,7 +30,7 @@ class Gptq:
         self.kind = kind
 
     def quantize(self, w: Tensor, fmt: Format, statistics: WeightStatistics | None = None) -> Outcome:
-        if fmt.levels is None:
+        if fmt.is_cast:
             return rtn.METHOD.quantize(w, fmt)  # a cast has no codes to choose
         if statistics is None or not statistics.has_hessian:
             raise InputError("gptq needs second moments of the inputs", "calibrate with Hessians, or use `--method rtn`")

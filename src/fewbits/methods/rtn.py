@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fewbits import kernels
-from fewbits.formats.storage.codes import encode
 from fewbits.methods import Outcome
 
 if TYPE_CHECKING:
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
 def quantize(w: Tensor, fmt: Format, importance: Tensor | None = None, how: How = "search") -> Parts:
     from fewbits.kernels.quantize import quantize as quantize_natively
 
-    if fmt.levels is None:
+    if fmt.is_cast:
         return fmt.pack(w, {})
     if how == "search" and (parts := quantize_natively(fmt, w, importance)) is not None:
         return parts
     grid = fmt.fit(w, importance, how=how)
-    return kernels.pack(fmt, encode(w, fmt.levels, *fmt.affine(grid)), grid)
+    return kernels.pack(fmt, fmt.encode(w, grid, importance), grid)
 
 
 class Rtn:

@@ -46,7 +46,7 @@ def rewritten(model: OnnxModel, plan: Plan, accuracy_level: int, quantized: Stre
     for weight, outcome in quantized:
         entry = plan[weight.name]
         fmt = formats.get(entry.format)
-        if fmt.levels is not None:
+        if not fmt.is_cast:
             rewriter.replace(model.graph_weight(weight.name), fmt, entry.activation, outcome.parts)
     rewriter.finish()
     _describe(proto, plan, manifest.provenance(model.path.name, model.fingerprint, calibration))

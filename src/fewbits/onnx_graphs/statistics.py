@@ -36,7 +36,7 @@ def needs_ranges(plan: Plan) -> bool:
 
 
 def needs_statistics(plan: Plan) -> bool:
-    return any(methods.get(entry.method).needs_statistics and formats.get(entry.format).levels is not None for entry in plan.entries)
+    return any(methods.get(entry.method).needs_statistics and not formats.get(entry.format).is_cast for entry in plan.entries)
 
 
 def with_ranges(model: OnnxModel, plan: Plan, inputs: Inputs, progress: Progress[Sample]) -> Plan:
@@ -69,7 +69,7 @@ class Statistics:
         self._source: dict[str, str] = {}  # by weight
         self._cols: dict[str, int] = {}  # by value
         for weight in model.weights:
-            quantized = formats.get(plan[weight.name].format).levels is not None
+            quantized = not formats.get(plan[weight.name].format).is_cast
             if quantized and methods.get(plan[weight.name].method).needs_statistics and (value := only_source(model, weight.name)):
                 self._source[weight.name] = value
                 self._cols[value] = weight.shape[1]

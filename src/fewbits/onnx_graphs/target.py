@@ -35,7 +35,7 @@ class OnnxFile(Onnx):
 
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
         in_graph = self._model.graph_weight(weight.name)
-        if fmt.levels is None:
+        if fmt.is_cast:
             return None if fmt.name == weight.dtype else f"what is kept stays in its own type, {weight.dtype}"
         if in_graph.reason:
             return in_graph.reason
@@ -45,7 +45,7 @@ class OnnxFile(Onnx):
 
     def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
         in_graph, (rows, cols) = self._model.graph_weight(weight.name), weight.shape
-        if fmt.levels is None:
+        if fmt.is_cast:
             return math.prod(in_graph.constant.shape) * _BYTES[in_graph.constant.tensor.data_type]
         if weight.kind == "convolution":
             nbytes = rows * cols + 4 * rows + (rows if has_zeros(fmt, activation) else 0)

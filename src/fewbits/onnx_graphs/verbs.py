@@ -12,6 +12,7 @@ from fewbits import formats, methods, onnx_graphs, planning
 from fewbits.artifact import machine, outcomes, written
 from fewbits.errors import InputError
 from fewbits.formats.runtime import activations as activation_rules
+from fewbits.planning import uninformed
 from fewbits.progress import silent
 from fewbits.store.files import Staged, to_json
 from fewbits.store.untrusted import read_text
@@ -81,6 +82,8 @@ def quantize(
         sandbox.check(runtimes.get("onnxruntime"), source.path)
         outputs.session(source.path, source.path)  # a file that cannot be run is refused before anything is written
     given, judged = _inputs(source, any(calibrates), [Path(p) for p in data], samples, seed)
+    if calibrates[1] and not given.real:
+        uninformed.check_plan(made, "give `--data` to calibrate with, or `--method rtn` to round without it")
     if calibrates[0]:
         made = statistics.with_ranges(source, made, given, progress)
     made = priced(made, source, target)
@@ -183,7 +186,7 @@ def _plan(
         assert format is not None
         activation = activation_rules.parse(activations)
         made = plan_for(source, target, format, override, method.lower(), activation)
-        if made.fallbacks and all(formats.get(entry.format).levels is None for entry in made.entries):
+        if made.fallbacks and all(formats.get(entry.format).is_cast for entry in made.entries):
             first = made.fallbacks[0]
             failure = f"no weight of `{source.path.name}` can be {format}: `{first.weight}` is {first.reason}"
             raise InputError(failure, "choose another format")

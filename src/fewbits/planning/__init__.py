@@ -6,11 +6,11 @@ quantization, a plan.json).
 decision.py       budget and constraints -> plan              constraints.py  formats, overrides, groups and speed that the user asks for
 allocation.py     the options of each weight -> plan of least damage, and the frontier of sizes
 solver.py         the multiple-choice knapsack                by_thresholds.py  the textbook strategy, to compare with
-budgets.py        `--size` in bytes                           recipes.py      llama.cpp's mixes (Q4_K_M...), as a size to match
+budgets.py        `--size` in bytes                           recipes.py      llama.cpp's mixes (mixes.py), as a size to match
 footprint.py      memory that a model takes while it runs     speed.py        tokens per second that a plan would generate
 accuracy.py       how accurate a file must be                 rounds.py       the search for the smallest plan that is accurate enough
 rules.py          `--override`                                explanation.py  why a weight got its format
-target.py         what planning asks of a target
+target.py         what planning asks of a target              uninformed.py   what is refused where nothing says which columns matter
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def takes_activation(weight: Weight, entry: Entry) -> bool:
     """Whether the input of this weight is worth rounding. A float matmul gains nothing from it. Neither does the output layer: its error
     goes straight into the logits (KL of int8 and fp8 rises by 10 to 24 % on the embedded model and SmolLM2), and it runs once per token,
     not once per block."""
-    return formats.get(entry.format).levels is not None and weight.kind not in ("embedding", "output")
+    return not formats.get(entry.format).is_cast and weight.kind not in ("embedding", "output")
 
 
 def refuses(weight: Weight, target: Target, fmt: Format) -> str | None:
@@ -309,4 +309,4 @@ def _next_that_fits(weight: Weight, target: Target, asked: Format, why_not: str)
     if not fitting:
         raise InputError(f"`{weight.name}` fits no format of {target.name}: {refuses(weight, target, keep)}", "choose another target")
     fmt = min(fitting, key=cost)
-    return fmt, f"{why_not}; {'no smaller format fits' if fmt.levels is None else 'the next that fits'}: {fmt.name}"
+    return fmt, f"{why_not}; {'no smaller format fits' if fmt.is_cast else 'the next that fits'}: {fmt.name}"

@@ -1,7 +1,7 @@
 """A table of sensitivities and a limit in, the plan of least damage out; and the frontier of all sizes.
 
-The KL of single weights adds up (measured: up to a KL of about 0.4), so the best plan of a size is a knapsack, which `solver` solves
-exactly. Weights that must share a format are one item. Formats that the target cannot store or the user excludes are no options.
+The KL of single weights adds up (beyond a KL of about 0.1 up to a factor that depends on the sum alone: `sensitivity/curve.py`), so the
+best plan of a size is a knapsack, which `solver` solves exactly. Weights that must share a format are one item. Formats that the target cannot store or the user excludes are no options.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Allocator:
 
     def within_kl(self, kl: float, why: str) -> Plan:
         """The smallest plan within a predicted KL."""
-        solution = self._fast_enough(lambda toll: solver.solve(self._options(lambda c: c.nbytes + toll * c.seconds, lambda c: c.kl), kl))
+        limit = self.table.curve.predicted(kl)  # as a sum, before the correction for large damage
+        solution = self._fast_enough(lambda toll: solver.solve(self._options(lambda c: c.nbytes + toll * c.seconds, lambda c: c.kl), limit))
         if solution is None:
             raise InputError(f"a KL of {kl:g} is not reachable: the best plan is predicted at {self.least_kl:.2g}", "allow better formats")
         return self.of(solution.chosen, why, 1 / solution.price if solution.price else 0.0)
@@ -146,11 +147,11 @@ class Allocator:
                 measured = self._entry(weight, choices, index, "", 0.0) if index is not None and self._measured(entry) else None
                 kl, up, down = (measured.kl, measured.up, measured.down) if measured else (None, None, None)
                 entries[weight.name] = replace(entry, kl=kl, up=up, down=down)
-        return replace(plan, entries=tuple(entries[weight.name] for weight in self.table.weights))
+        return self._corrected(replace(plan, entries=tuple(entries[weight.name] for weight in self.table.weights)))
 
     def _measured(self, entry: Entry) -> bool:
         """Whether the table has this format by the method that the entry names; a cast to float is the same by every method."""
-        if formats.get(entry.format).levels is None:
+        if formats.get(entry.format).is_cast:
             return True
         return entry.method.lower() in (self.table.method, self.table.rows[entry.weight][entry.format].method)
 
@@ -169,7 +170,14 @@ class Allocator:
         for group, choices, index in zip(self.groups, self.choices, chosen, strict=True):
             for weight in group:
                 entries[weight.name] = self._entry(weight, choices, index, why, price)
-        return planning.Plan(self.target.name, tuple(entries[weight.name] for weight in self.table.weights))
+        return self._corrected(planning.Plan(self.target.name, tuple(entries[weight.name] for weight in self.table.weights)))
+
+    def _corrected(self, plan: Plan) -> Plan:
+        """Large damage is not the sum of small ones: the KL of every weight is scaled so that their sum is what will be measured."""
+        ratio = self.table.curve.ratio(plan.kl or 0.0)
+        if ratio == 1:
+            return plan
+        return replace(plan, entries=tuple(e if e.kl is None else replace(e, kl=e.kl * ratio) for e in plan.entries))
 
     def _entry(self, weight: Weight, choices: Sequence[Choice], index: int, why: str, price: float) -> Entry:
         taken = choices[index]
@@ -186,7 +194,7 @@ class Allocator:
         up = next((c for c in choices if c.nbytes > taken.nbytes and c.kl < taken.kl), None)
         down = min((c for c in choices if c.nbytes < taken.nbytes), key=lambda c: (-c.nbytes, c.kl), default=None)
         fixed = next((rule for rule in _effective(self.rules, weight) if rule.how == "="), None)
-        method = "rtn" if taken.format.levels is None else self.table.method
+        method = "rtn" if taken.format.is_cast else self.table.method
         if _is_unknown(self.table.rows[weight.name]):
             why, price = planning.IN_A_TOWER if weight.kind == TOWER else "calibration says nothing about it: kept as it is", 0.0
         if not self.table.predicts:
@@ -205,7 +213,7 @@ _LONGEST = 60  # characters of a rule in a reason: the plan is stored in the fil
 
 
 def _best_rounded(choices: Sequence[Choice]) -> Choice:
-    rounded = [choice for choice in choices if choice.format.levels is not None]
+    rounded = [choice for choice in choices if not choice.format.is_cast]
     return min(rounded or choices, key=lambda choice: (choice.kl, choice.nbytes))
 
 
@@ -240,7 +248,7 @@ def allocator(table: Sensitivity, target: Target, constraints: Constraints = UNC
 
 def _is_unknown(cells: Mapping[str, Cell]) -> bool:
     """Whether its format was kept without measuring any."""
-    return all(cell.method != "cast" and formats.get(name).levels is None for name, cell in cells.items())
+    return all(cell.method != "cast" and formats.get(name).is_cast for name, cell in cells.items())
 
 
 def _group(weight: Weight, patterns: Sequence[str]) -> str:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _SHARES = {
     "fp32": 1.0, "q8_0": 0.71, "q4_0": 0.71, "q4_k": 0.73, "q5_k": 0.66, "q6_k": 0.71, "q3_k": 0.54, "q2_k": 0.57, "iq4_nl": 0.72,
     "iq4_xs": 0.65,
+    # looking points up in a codebook is bound by the processor, not by the memory
+    "iq1_s": 0.16, "iq1_m": 0.17, "iq2_xxs": 0.20, "iq2_xs": 0.22, "iq2_s": 0.26, "iq3_xxs": 0.22, "iq3_s": 0.20, "q1_0": 0.21,
+    "q2_0": 0.03,  # scalar code, on x86
 }  # fmt: skip
 _USUAL = 0.65  # for formats that were not measured
 BANDWIDTH = 30e9  # bytes per second: about two channels of DDR4
@@ -28,12 +31,17 @@ def seconds(weight: Weight, fmt: Format, nbytes: int, bandwidth: float) -> float
     """To read this weight for one token. An embedding that is only looked up takes none."""
     if weight.kind == "embedding" and not weight.tied_to:
         return 0.0
-    return nbytes / (bandwidth * (1.0 if fmt.levels is None else _SHARES.get(_twin(fmt), _USUAL)))
+    return nbytes / (bandwidth * share(fmt))
+
+
+def share(fmt: Format) -> float:
+    """Of the memory's bandwidth, that llama.cpp's kernels for one token reach on a CPU."""
+    return 1.0 if fmt.is_cast else _SHARES.get(_twin(fmt), _USUAL)
 
 
 def _twin(fmt: Format) -> str:
     """The measured format of the same values: int4_g32 is q4_0."""
-    if fmt.name in _SHARES:
+    if fmt.name in _SHARES or fmt.levels is None:  # vectors are not told apart by levels
         return fmt.name
     return next((name for name in _SHARES if formats.get(name).levels == fmt.levels and formats.get(name).group == fmt.group), fmt.name)
 

@@ -72,7 +72,7 @@ def find_all(
             if len(stats) < len(fold.consumers):
                 rows.append(FoldRow(fold.producer, fold.consumers, reason="no statistics for all of its readers"))
                 continue
-            if any(formats(consumer).levels is None for consumer in fold.consumers):
+            if any(formats(consumer).is_cast for consumer in fold.consumers):
                 rows.append(FoldRow(fold.producer, fold.consumers, reason="a reader is kept in float"))
                 continue
             if name == "awq":
@@ -102,7 +102,7 @@ def _awq(
         return awq.Rounded(by_name[name], model.load(by_name[name]), formats(name), its)
 
     producer = None
-    if producer_stats is not None and formats(fold.producer).levels is not None:
+    if producer_stats is not None and not formats(fold.producer).is_cast:
         producer = rounded(fold.producer, producer_stats)
     return awq.search(fold, {name: rounded(name, its) for name, its in stats.items()}, producer, so_far)
 

@@ -63,7 +63,6 @@ def row_of(model: Model, known: Importance | None, weight: Weight, wanted: Seque
     import torch
 
     from fewbits import formats
-    from fewbits.formats.storage.codes import decode, encode
     from fewbits.sensitivity.prediction import ENOUGH
 
     present, statistics = formats.get(weight.dtype), known.of(weight.name) if known else None
@@ -77,11 +76,11 @@ def row_of(model: Model, known: Importance | None, weight: Weight, wanted: Seque
     for fmt in dict.fromkeys((*wanted, present)):
         if fmt.fits(weight.shape) is not None:
             continue
-        if fmt.levels is None:
+        if fmt.is_cast:
             error = w - fmt.pack(w, {})["values"].float()
         else:
             grid = fmt.fit(w, importance)
-            error = w - decode(encode(w, fmt.levels, *fmt.affine(grid)), fmt.levels, *fmt.affine(grid))
+            error = w - fmt.decode(fmt.encode(w, grid, importance), grid)
         score = share * float((error.square() @ by_column).sum()) / whole
         cells[fmt.name] = rounded(Cell(score, 0.0, "rtn", Scores(float(error.square().mean()), score, score, score)))
     return cells

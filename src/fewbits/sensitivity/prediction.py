@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.runtime.activations import Activation, quantized
-from fewbits.formats.storage.codes import decode, encode
 from fewbits.methods import error_feedback
 from fewbits.sensitivity.rows import Drawn, draw
 from fewbits.sensitivity.table import Cell, Scores
@@ -76,19 +75,20 @@ class Predictor:
         self.drawn = draw(_guess(w, statistics), max(1, weights // w.shape[1]))
         self.w = w[self.drawn.rows]
         self.rows = w.shape[0]
-        self._order: tuple[int, error_feedback.Ordered | None] = 0, None  # width of the blocks, and the Hessian factored for it
+        # columns of a block and of a code, and the Hessian factored for them
+        self._order: tuple[tuple[int, int], error_feedback.Ordered | None] = (0, 0), None
 
     def cells(self, formats: Iterable[Format]) -> Iterator[tuple[str, Cell]]:
-        """Formats with blocks of one width come one after the other: their Hessian is factored once, and only one is held at a time."""
+        """Formats with blocks and codes of one width come one after the other: their Hessian is factored once, and only one is held."""
         wanted, cols = list(formats), self.w.shape[1]
         with _turns.taken(held_by(cols, self.method)):
-            cells = {fmt.name: self.cell(fmt) for fmt in sorted(wanted, key=lambda fmt: error_feedback.width(fmt, cols))}
-            self._order = 0, None
+            cells = {fmt.name: self.cell(fmt) for fmt in sorted(wanted, key=lambda fmt: _widths(fmt, cols))}
+            self._order = (0, 0), None
         return_free_memory()
         yield from ((fmt.name, cells[fmt.name]) for fmt in wanted)
 
     def cell(self, fmt: Format) -> Cell:
-        if fmt.levels is None:
+        if fmt.is_cast:
             return self._of(self.w - fmt.pack(self.w, {})["values"].float(), None, "cast")
         plain = self._rounded(fmt)
         if self.method == "rtn" or (solved := self._fed_back(fmt)) is None:
@@ -100,28 +100,27 @@ class Predictor:
         return fitted if fitted.kl < rounded.kl else rounded
 
     def _rounded(self, fmt: Format) -> Tensor:
-        assert fmt.levels
-        grid = fmt.fit(self.w, self.statistics.importance() if self.statistics.has_importance else None)
-        return self.w - decode(encode(self.w, fmt.levels, *fmt.affine(grid)), fmt.levels, *fmt.affine(grid))
+        importance = self.statistics.importance() if self.statistics.has_importance else None
+        grid = fmt.fit(self.w, importance)
+        return self.w - fmt.decode(fmt.encode(self.w, grid, importance), grid)
 
     def _fed_back(self, fmt: Format) -> Tensor | None:
         """The error with feedback, fitted to the first half; None: there is no Hessian, or it is singular."""
-        width = error_feedback.width(fmt, self.w.shape[1])
-        if width != self._order[0]:
-            self._order = 0, None  # frees the memory before the next one is made
-            self._order = width, self._ordered(width)
+        widths = _widths(fmt, self.w.shape[1])
+        if widths != self._order[0]:
+            self._order = (0, 0), None  # frees the memory before the next one is made
+            self._order = widths, self._ordered(*widths)
         order = self._order[1]
         if order is None:
             return None
-        assert fmt.levels
         solved = error_feedback.solve(self.w, fmt, order, passes=1)
-        return self.w - decode(solved.codes, fmt.levels, *fmt.affine(solved.grid))
+        return self.w - fmt.decode(solved.codes, solved.grid)
 
-    def _ordered(self, width: int) -> error_feedback.Ordered | None:
+    def _ordered(self, width: int, dimension: int) -> error_feedback.Ordered | None:
         if not self.statistics.has_hessian:
             return None
         try:
-            return error_feedback.ordered(self.statistics.hessian(0), width, "blocks", DAMPING, torch.float32)
+            return error_feedback.ordered(self.statistics.hessian(0), width, "blocks", DAMPING, torch.float32, dimension)
         except error_feedback.Singular:
             return None
 
@@ -129,6 +128,10 @@ class Predictor:
         stats, drawn = self.statistics, self.drawn
         damage = stats.row_damage(error, half, drawn.rows)
         return in_few_digits(Cell(drawn.total(damage), drawn.spread(damage), method, scores(error, stats, drawn)))
+
+
+def _widths(fmt: Format, cols: int) -> tuple[int, int]:
+    return error_feedback.width(fmt, cols), fmt.dimension
 
 
 def activation_kl(w: Tensor, statistics: WeightStatistics, activation: Activation) -> float | None:

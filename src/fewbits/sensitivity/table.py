@@ -13,6 +13,7 @@ from typing import Any
 from fewbits import formats
 from fewbits.errors import InputError
 from fewbits.model.weights import Weight
+from fewbits.sensitivity.curve import Curve, through
 from fewbits.store import untrusted
 from fewbits.store.files import Staged
 from fewbits.store.untrusted import read_text
@@ -70,6 +71,7 @@ class Sensitivity:
     factors: dict[str, Factor] = field(default_factory=dict)  # by kind of weight
     activations: dict[str, dict[str, float]] = field(default_factory=dict)  # weight -> activation -> predicted KL of rounding its input
     kv: dict[str, float] = field(default_factory=dict)  # format of the KV cache -> KL, measured
+    curve: Curve = Curve()  # what the sum of these predictions will be when measured
     predicts: bool = True  # False: without gradients; `kl` of a cell is then a relative error, which orders formats and predicts no KL
 
     def kl(self, weight: Weight, fmt: str) -> float:
@@ -119,6 +121,7 @@ def read(path: Path) -> Sensitivity:
                 containers={name: Container(**row) for name, row in fields["containers"].items()},
                 factors={kind: Factor(**row) for kind, row in fields["factors"].items()},
                 predicts=bool(fields.get("predicts", True)),
+                curve=through([(float(p), float(m)) for p, m in fields.get("curve", {"points": []})["points"]]),
                 kv={name: float(kl) for name, kl in fields["kv"].items()},
                 activations={name: {key: float(kl) for key, kl in row.items()} for name, row in fields["activations"].items()},
             )

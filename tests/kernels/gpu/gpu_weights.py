@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats import Format
-from fewbits.formats.storage.codes import decode
+from fewbits.formats.storage.codes import scaled_values
 from fewbits.kernels import reference
 from fewbits.kernels.triton import repack
 from fewbits.kernels.triton.layout import Planar
@@ -48,10 +48,11 @@ def rounding_of(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def magnitudes(fmt: Format, parts: dict[str, Tensor]) -> Tensor:
-    """|scale * level| + |offset|: the terms of a weight, which may cancel."""
+    """|scale * value| + |offset|: the terms of a weight, which may cancel."""
     codes, grid = fmt.unpack(parts)
     scale, offset = fmt.affine(grid)
-    w = decode(codes, fmt.levels, scale).double().abs()
+    assert fmt.codebook
+    w = scaled_values(fmt.codebook.values(codes), scale).double().abs()
     return w if offset is None else w + offset.double().abs()
 
 

@@ -127,7 +127,7 @@ def test_where_triton_cannot_serve_the_weight_is_decoded_and_says_why(monkeypatc
     monkeypatch.setenv("FEWBITS_KERNEL", "reference")
     for name, reason in (("bf16", "is a cast"), ("q4_k", "FEWBITS_KERNEL forces reference")):
         fmt, shape = formats.get(name), (8, 256)
-        parts = fmt.pack(torch.randn(shape), {}) if fmt.levels is None else packed(fmt, shape)
+        parts = fmt.pack(torch.randn(shape), {}) if fmt.is_cast else packed(fmt, shape)
         weight = resident(fmt, parts, shape, "cpu", torch.bfloat16)
         assert reason in str(weight.reason)
         x, bias, residual = torch.randn(3, 256).bfloat16(), torch.randn(8).bfloat16(), torch.randn(3, 8).bfloat16()

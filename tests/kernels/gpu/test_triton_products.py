@@ -23,7 +23,7 @@ NAMED = [
         "fp8_e5m2_tensor",
     )
 ]  # fmt: skip
-OTHERS = [formats.get(name) for name in ("int3_g32", "q2_k", "q5_1", "iq4_xs", "nvfp4_tensor", "tq1_0", "int6_tensor_asym")]
+OTHERS = [formats.get(name) for name in ("int3_g32", "q2_k", "q5_1", "iq4_xs", "nvfp4_tensor", "tq1_0", "int6_tensor_asym", "q1_0", "q2_0")]
 HALVES = (torch.float16, torch.bfloat16)
 
 

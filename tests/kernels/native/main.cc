@@ -12,6 +12,7 @@
 #include "checks.h"
 #include "kernels.h"
 #include "platform/neon.h"
+#include "weights.h"
 
 namespace fewbits::checks {
 namespace {
@@ -53,6 +54,7 @@ int main(int count, char** words) {
   std::signal(SIGSEGV, say_where);
 #endif
   Digest digest;
+  give_grids();
   if (!has("threads")) check_packing(digest);
   for (const std::string& isa : instruction_sets()) {
     check_threads(isa);

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <memory>
 
+#include "formats/codebook.h"
+
 namespace fewbits::checks {
 namespace {
 
@@ -63,6 +65,21 @@ PackedWeight Weight::packed() const {
   return packed;
 }
 
+void give_grids() {
+  constexpr int8_t kThree[8] = {8, 25, 43}, kEight[8] = {4, 12, 20, 28, 36, 44, 52, 62}, kOdd[8] = {1, 3, 5, 7, 9, 11, 13, 15};
+  for (const Kernel* kernel = first_kernel(); kernel; kernel = kernel->next) {
+    Codebook* const codebook = find_codebook(kernel->layout.format);
+    if (!codebook) continue;
+    Random random(codebook->points + codebook->dims);
+    std::vector<int8_t> coordinates(codebook->points * codebook->dims);
+    for (int8_t& coordinate : coordinates)
+      coordinate = codebook->shifts()    ? static_cast<int8_t>(random.below(3) - 1)
+                   : codebook->dims == 8 ? kThree[random.below(3)]
+                                         : (codebook->zero == 64 ? kEight : kOdd)[random.below(8)];
+    codebook->give(coordinates.data());
+  }
+}
+
 Weight any_bytes(const Layout& layout, size_t rows, size_t cols, uint64_t seed) {
   Random random(seed);
   Weight weight(layout, rows, cols);
@@ -93,6 +110,7 @@ size_t count_codes(const Kernel& scalar) {
   const char* const format = scalar.layout.format;
   if (starts_with(format, "iq4") || starts_with(format, "mxfp4") || starts_with(format, "nvfp4")) return 16;
   if (starts_with(format, "tq")) return 3;
+  if (scalar.of.bytes.doubled) return 2;
   return scalar.of.bytes.bits ? size_t{1} << scalar.of.bytes.bits : 256;
 }
 

@@ -17,6 +17,9 @@ struct Weight {
   PackedWeight packed() const;
 };
 
+// Codebooks get points at random: Python, which has the real ones, is not here.
+void give_grids();
+
 // Any bytes at all, so that values may be NaN.
 Weight any_bytes(const Layout& layout, size_t rows, size_t cols, uint64_t seed);
 

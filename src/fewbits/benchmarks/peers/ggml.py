@@ -25,12 +25,21 @@ TYPES = {
     "q4_K": (12, 256, 144),
     "q5_K": (13, 256, 176),
     "q6_K": (14, 256, 210),
+    "iq2_xxs": (16, 256, 66),
+    "iq2_xs": (17, 256, 74),
+    "iq3_xxs": (18, 256, 98),
+    "iq1_s": (19, 256, 50),
     "iq4_nl": (20, 32, 18),
+    "iq3_s": (21, 256, 110),
+    "iq2_s": (22, 256, 82),
     "iq4_xs": (23, 256, 136),
+    "iq1_m": (29, 256, 56),
     "tq1_0": (34, 256, 54),
     "tq2_0": (35, 256, 66),
     "mxfp4": (39, 32, 17),
     "nvfp4": (40, 64, 36),
+    "q1_0": (41, 128, 18),
+    "q2_0": (42, 64, 18),
 }
 SPELLED = {name.lower(): name for name in TYPES}  # our names -> ggml's
 
@@ -87,6 +96,13 @@ def quantize(type_name: str, weights: Floats, importance: Floats | None = None) 
     )
     assert wrote == out.size, f"ggml wrote {wrote} bytes, {out.size} were expected"
     return out
+
+
+def needs_importance(type_name: str) -> bool:
+    """Whether ggml rounds to this type only with an importance: without one it ends the process."""
+    lib = library()
+    lib.ggml_quantize_requires_imatrix.restype, lib.ggml_quantize_requires_imatrix.argtypes = ctypes.c_bool, [ctypes.c_int]
+    return bool(lib.ggml_quantize_requires_imatrix(TYPES[type_name][0]))
 
 
 @cache

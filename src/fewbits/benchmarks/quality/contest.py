@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 
 from fewbits import artifact as artifacts
 from fewbits import calibration, formats, methods, targets
+from fewbits.artifact.maker import Maker
 from fewbits.benchmarks.peers import ggml
 from fewbits.calibration import split
 from fewbits.calibration.folder import ABOUT, Statistics
@@ -26,6 +29,7 @@ from fewbits.errors import InputError
 from fewbits.methods import Outcome
 from fewbits.methods.gptq import Gptq
 from fewbits.progress import silent
+from fewbits.store.cache import Cache, code_version
 from fewbits.store.files import Staged
 from fewbits.targets import export
 from fewbits.verification import files, metrics, runtimes
@@ -34,6 +38,7 @@ from fewbits.verification.runtimes import torch as torch_runtime
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
+    from fewbits.calibration.text.samples import Samples
     from fewbits.calibration.text.windows import Window
     from fewbits.model import Model
     from fewbits.model.weights import Weight
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 PEER, OURS, PLAIN, ROUNDING = "ggml + imatrix", "fewbits", "plain Hessian", "rounding"
+OUR_ROUNDING = "fewbits, rounding only"
 FLOOR, EIGHT_BITS = "floor", f"q8_0 {ROUNDING}"  # the float file, and one in 8 bits: what llama.cpp's own arithmetic costs
 _PART = 8  # windows measured between two writes
 
@@ -66,36 +72,68 @@ class Texts:
             return Statistics(Path(self.stats))
         if (folder / ABOUT).is_file():
             return Statistics(folder)
-        return calibration.collect(source, calibration.draw(source, self.data, self.samples, None, 0), folder, progress=progress)
+        return calibration.collect(source, self.drawn(source), folder, progress=progress)
+
+    def drawn(self, source: Model) -> Samples:
+        return calibration.draw(source, self.data, self.samples, None, 0)
 
 
 @dataclass(frozen=True)
-class Paired:
-    """One file's figures, and how they compare with the peer's on the same tokens."""
+class Ours:
+    """How our files are made."""
+
+    method: str = "auto"
+    sequential: bool = False  # each block is fitted to what the quantized blocks before it give
+    tune: int = 0  # steps of tuning scales, block by block
+    remake: bool = False  # files of ours that an earlier run left, with what was measured on them; the peer's stay
+
+
+BY_DEFAULT = Ours()
+
+
+@dataclass(frozen=True)
+class ToPeer:
+    """How a file compares with the peer's of the same bytes, on the same tokens."""
+
+    kl_ratio: float
+    kl_ratio_ci95: tuple[float, float]
+    top1_gain: float  # in shares
+    top1_gain_ci95: tuple[float, float]
+    ppl_ratio_ci95: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One file's figures."""
 
     kl: float
     kl_ci95: tuple[float, float]
-    kl_ratio: float  # to the peer's
-    kl_ratio_ci95: tuple[float, float]
     top1: float
-    top1_gain_ci95: tuple[float, float]  # over the peer's, in shares
     ppl_ratio: float
-    ppl_to_peer_ci95: tuple[float, float]  # perplexity over the peer's
+    to_peer: ToPeer | None  # None: no peer makes a file of this size
 
 
-def paired(file: MeasuredLogits, peer: MeasuredLogits) -> Paired:
+def found(file: MeasuredLogits, peer: MeasuredLogits | None) -> Found:
     kl, nll, base = (np.array(values) for values in (file.kl, file.nll, file.nll_base))
-    gain = np.array(file.agrees, float) - np.array(peer.agrees, float)
-    low, high = metrics.bootstrap_ci95(nll - np.array(peer.nll))
-    return Paired(
+    return Found(
         kl=float(kl.mean()),
         kl_ci95=metrics.bootstrap_ci95(kl),
-        kl_ratio=float(kl.mean() / np.mean(peer.kl)),
-        kl_ratio_ci95=metrics.bootstrap_ratio_ci95(kl, np.array(peer.kl)),
         top1=float(np.mean(file.agrees)),
-        top1_gain_ci95=metrics.bootstrap_ci95(gain),
         ppl_ratio=float(np.exp(nll.mean() - base.mean())),
-        ppl_to_peer_ci95=(float(np.exp(low)), float(np.exp(high))),
+        to_peer=None if peer is None else _to_peer(file, peer),
+    )
+
+
+def _to_peer(file: MeasuredLogits, peer: MeasuredLogits) -> ToPeer:
+    kl, peers = np.array(file.kl), np.array(peer.kl)
+    gain = np.array(file.agrees, float) - np.array(peer.agrees, float)
+    low, high = metrics.bootstrap_ci95(np.array(file.nll) - np.array(peer.nll))
+    return ToPeer(
+        kl_ratio=float(kl.mean() / peers.mean()),
+        kl_ratio_ci95=metrics.bootstrap_ratio_ci95(kl, peers),
+        top1_gain=float(gain.mean()),
+        top1_gain_ci95=metrics.bootstrap_ci95(gain),
+        ppl_ratio_ci95=(float(np.exp(low)), float(np.exp(high))),
     )
 
 
@@ -120,13 +158,17 @@ class Judged(Generic[R]):
 class Contest:
     """`settings` are written beside the files: a folder made with others is refused."""
 
-    def __init__(self, source: Model, folder: Path, texts: Texts, settings: Mapping[str, Any], progress: Progress[Any]) -> None:
-        self.source, self.folder, self.progress = source, folder, progress
+    def __init__(
+        self, source: Model, folder: Path, texts: Texts, settings: Mapping[str, Any], progress: Progress[Any], ours: Ours = BY_DEFAULT
+    ) -> None:
+        self.source, self.folder, self.progress, self.texts, self.ours = source, folder, progress, texts, ours
         self.windows = texts.windows(source)
         self.statistics = texts.statistics(source, folder / "statistics", progress)
         self.target = targets.get("gguf")
         self.judge = runtimes.needed(runtimes.get("llama.cpp"))
-        self._check_settings({"model": source.fingerprint, "runs": self.statistics.about["runs"], **settings})
+        refined = {"method": ours.method, "sequential": ours.sequential, "tune": ours.tune}
+        self._check_settings({"model": source.fingerprint, "runs": self.statistics.about["runs"], **refined, **settings})
+        self.cache = Cache(folder / "cache", {"code": code_version()})
         self.files = {FLOOR: folder / self.target.file_name}
         if not self.files[FLOOR].is_file():
             files.float_file(source, self.target, folder, progress)
@@ -134,8 +176,16 @@ class Contest:
     def add(self, name: str, plan: Plan, maker: str) -> None:
         """Writes a file by this plan, made by `maker`, unless an earlier run did."""
         path = self.files[name] = self.folder / f"{name.replace(' ', '-', 1)}.gguf"
-        if not path.is_file():
-            export.export(self._made(plan, maker, path.with_suffix("")), path)
+        if self.ours.remake and maker in (OURS, OUR_ROUNDING):
+            path.unlink(missing_ok=True)
+            for measured in (self.folder / "measured").glob(f"*/{name}"):
+                shutil.rmtree(measured)
+        if path.is_file():
+            return
+        if maker == OURS:
+            self._make_ours(plan, path)
+        else:
+            export.export(self._made(plan, maker, Path(f"{path}.work")), path)
 
     def judged(self, rows_of: Callable[[Mapping[str, MeasuredLogits]], Iterable[R]]) -> Judged[R]:
         """Runs all files on every text. `rows_of` makes the rows of a text from what each file gave per position, by the file's name."""
@@ -157,14 +207,23 @@ class Contest:
         with Staged(path) as staged:
             staged.write_text(json.dumps(settings, indent=1))
 
+    def _make_ours(self, plan: Plan, path: Path) -> None:
+        """As the pipeline does. Plans of different sizes share many weights, which the cache keeps."""
+        samples = self.texts.drawn(self.source) if self.ours.sequential or self.ours.tune else None
+        text = split.Text(samples, next(iter(self.windows.values())))
+        Maker(
+            source=self.source, text=text, statistics=self.statistics, work=Path(f"{path}.work"), cache=self.cache, progress=self.progress,
+            target=self.target, sequential=self.ours.sequential, tune=self.ours.tune,
+        ).make(plan, path)  # fmt: skip
+
     def _made(self, plan: Plan, maker: str, folder: Path) -> Artifact:
-        if maker in (OURS, ROUNDING):
-            return artifacts.quantize(self.source, plan, folder, self.progress, self.statistics if maker == OURS else None)
+        if maker in (OUR_ROUNDING, ROUNDING):
+            return artifacts.quantize(self.source, plan, folder, self.progress, None if maker == ROUNDING else self.statistics)
 
         def each() -> Iterator[tuple[Weight, Outcome]]:
             for weight in self.progress(self.source.weights, len(self.source.weights), f"quantizing by {maker}"):
                 fmt, w = formats.get(plan[weight.name].format), self.source.load(weight)
-                if fmt.levels is None:
+                if fmt.is_cast:
                     yield weight, methods.get("rtn").quantize(w, fmt)
                 elif maker == PLAIN:
                     yield weight, Gptq("plain").quantize(w, fmt, self.statistics.of(weight.name))
@@ -176,9 +235,15 @@ class Contest:
 
 def ggml_blocks(w: torch.Tensor, fmt: str, statistics: Statistics, weight: Weight) -> torch.Tensor:
     """By ggml at its best setting: with the importance matrix that llama.cpp would have measured on this text. It measures none for an
-    embedding, which is looked up and not multiplied."""
-    seen = statistics.of(weight.name).input
-    return torch.from_numpy(ggml.quantize(ggml.SPELLED[fmt], w.numpy(), None if seen is None else seen.mean_square().numpy()))
+    embedding, which is looked up and not multiplied; the types that ggml refuses to round without one then get a flat one. No mix of
+    llama.cpp's asks for that, but a plan of ours may."""
+    seen, name = statistics.of(weight.name).input, ggml.SPELLED[fmt]
+    importance: ggml.Floats | None = None if seen is None else seen.mean_square().numpy()
+    if importance is None and ggml.needs_importance(name):
+        importance = np.ones(w.shape[1], np.float32)
+    parts = [part.numpy() for part in w.chunk(max(1, torch.get_num_threads()))]  # ggml rounds rows alone, and a million weights a second
+    with ThreadPoolExecutor(len(parts)) as threads:
+        return torch.from_numpy(np.concatenate(list(threads.map(lambda part: ggml.quantize(name, part, importance), parts))))
 
 
 def _measured(

@@ -1,7 +1,8 @@
 """Same bytes, best plan: llama.cpp's own mixes with its own quantizer against what fewbits buys for their size, in llama.cpp itself.
 
 For every mix three files: the peer's (its types, its rounding, an importance matrix), its rounding with our allocation, and ours. All
-read the same statistics. One more file shows equal KL: ours with 12 % fewer bytes than the peer's.
+read the same statistics. One more file shows equal KL: ours with 12 % fewer bytes than the peer's. A size in bits per weight stands beside
+the mixes: no peer has a file for it, but the forecast can be held against what was measured.
 """
 
 from __future__ import annotations
@@ -14,11 +15,26 @@ from typing import TYPE_CHECKING, Any
 from fewbits import formats, model, planning, sensitivity
 from fewbits.artifact.draft import Draft
 from fewbits.benchmarks.peers.ggml import SPELLED
-from fewbits.benchmarks.quality.contest import EIGHT_BITS, OURS, PEER, ROUNDING, Contest, Judged, Paired, Texts, paired
-from fewbits.planning import recipes
+from fewbits.benchmarks.quality.contest import (
+    BY_DEFAULT,
+    EIGHT_BITS,
+    OUR_ROUNDING,
+    OURS,
+    PEER,
+    ROUNDING,
+    Contest,
+    Found,
+    Judged,
+    Ours,
+    Texts,
+    found,
+)
+from fewbits.errors import InputError
+from fewbits.planning import budgets, recipes
 from fewbits.planning.allocation import allocator
+from fewbits.planning.constraints import UNCONSTRAINED
+from fewbits.planning.decision import Budget
 from fewbits.progress import silent
-from fewbits.store.cache import Cache, code_version
 from fewbits.targets import pricing
 
 if TYPE_CHECKING:
@@ -30,63 +46,78 @@ if TYPE_CHECKING:
 MIXES = ("q4_k_m", "iq4_xs", "q3_k_m", "q4_0", "q2_k")
 SMALLER = 0.88  # of the bytes of the first mix: equal KL with 12 % less
 ALLOCATION = "our allocation, ggml + imatrix"
-OUR_ROUNDING = "fewbits, rounding only"
 
 
 @dataclass(frozen=True)
 class MixRow:
-    """A file as large as a mix of llama.cpp."""
+    """A file as large as a mix of llama.cpp, or of so many bits per weight."""
 
     mix: str
     maker: str
     bytes: int  # of the file
     bits_per_weight: float
     predicted: float | None  # KL of the plan, where the table has the maker's method
-    found: Paired
+    found: Found
 
 
 def plans(
-    name: str | Path, work: str | Path, texts: Texts, mixes: Sequence[str] = MIXES, progress: Progress[Any] = silent
+    name: str | Path,
+    work: str | Path,
+    texts: Texts,
+    sizes: Sequence[str] = MIXES,
+    brief: bool = False,
+    names: Sequence[str] = (),
+    ours: Ours = BY_DEFAULT,
+    progress: Progress[Any] = silent,
 ) -> Judged[MixRow]:
-    source, folder = model.open(name), Path(work)
-    contest = Contest(source, folder, texts, {"mixes": list(mixes)}, progress)
-    candidates = [fmt for fmt in pricing.candidates_for(source, contest.target, ()) if fmt.levels is None or fmt.name in SPELLED]
-    cache = Cache(folder / "cache", {"code": code_version()})
+    """`sizes`: mixes of llama.cpp, or bits per weight as in `2.5bpw`. `brief`: only the peer's files and ours. `names`: the formats of our
+    plans."""
+    for size in sizes:
+        if isinstance(budgets.parse_size(size), budgets.FileBytes):
+            raise InputError(f"`{size}` is neither a mix of llama.cpp nor in bits per weight", "for example `--mixes iq2_m,2.5bpw`")
+    sizes, source = [size.lower() for size in sizes], model.open(name)
+    contest = Contest(source, Path(work), texts, {"formats": list(names)}, progress, ours)
+    candidates = [fmt for fmt in pricing.candidates_for(source, contest.target, tuple(names)) if fmt.is_cast or fmt.name in SPELLED]
     allocators = {
         method: allocator(
-            sensitivity.measure(source, contest.statistics, candidates, method, cache=cache, progress=progress), contest.target
+            sensitivity.measure(source, contest.statistics, candidates, method, cache=contest.cache, progress=progress), contest.target
         )
-        for method in ("rtn", "auto")
+        for method in ((ours.method,) if brief else ("rtn", ours.method))
     }
-    made = _plans(contest, mixes, allocators)
+    made = _plans(contest, sizes, allocators)
     contest.add(EIGHT_BITS, planning.uniform(source.weights, contest.target, formats.get("q8_0")), ROUNDING)
-    for (mix, maker), plan in made.items():
-        contest.add(f"{mix} {maker}", plan, OURS if maker in (OURS, OUR_ROUNDING) else PEER)
+    for (size, maker), plan in made.items():
+        contest.add(f"{size} {maker}", plan, PEER if maker == ALLOCATION else maker)
 
     def rows(measured: Mapping[str, MeasuredLogits]) -> Iterator[MixRow]:
-        for (mix, maker), plan in made.items():
-            figures = paired(measured[f"{mix} {maker}"], measured[f"{mix.split()[0]} {PEER}"])
-            nbytes = contest.files[f"{mix} {maker}"].stat().st_size
-            yield MixRow(mix, maker, nbytes, plan.bits_per_weight, None if maker in (PEER, ALLOCATION) else plan.kl, figures)
+        for (size, maker), plan in made.items():
+            figures = found(measured[f"{size} {maker}"], measured.get(f"{size.split()[0]} {PEER}"))
+            nbytes = contest.files[f"{size} {maker}"].stat().st_size
+            yield MixRow(size, maker, nbytes, plan.bits_per_weight, None if maker in (PEER, ALLOCATION) else plan.kl, figures)
 
     return contest.judged(rows)
 
 
-def _plans(contest: Contest, mixes: Sequence[str], allocators: Mapping[str, Allocator]) -> dict[tuple[str, str], Plan]:
+def _plans(contest: Contest, sizes: Sequence[str], allocators: Mapping[str, Allocator]) -> dict[tuple[str, str], Plan]:
     """By mix and maker."""
     made: dict[tuple[str, str], Plan] = {}
-    source, target = contest.source, contest.target
+    source, target, ours = contest.source, contest.target, allocators[contest.ours.method]
+    mixes = [size for size in sizes if isinstance(budgets.parse_size(size), budgets.Recipe)]
     for mix in mixes:
         types = recipes.recipe(mix, source.weights, source.config)
         entries = tuple(planning.priced(w, target, types[w.name], f"llama.cpp's {mix}", "rtn") for w in source.weights)
         peer = made[mix, PEER] = planning.Plan(target.name, entries)
         # our plan is written into the file's metadata, with its reasons: the weights get so many bytes fewer
-        room = peer.nbytes - _extra(contest, peer, allocators["auto"].within_bytes(peer.nbytes, f"--size {mix}"))
-        made[mix, ALLOCATION] = allocators["rtn"].within_bytes(room, f"--size {mix}")
-        made[mix, OURS] = allocators["auto"].within_bytes(room, f"--size {mix}")
-        if mix == mixes[0]:
-            made[f"{mix} less 12 %", OURS] = allocators["auto"].within_bytes(int(room * SMALLER), f"{SMALLER} of {mix}")
+        room = peer.nbytes - _extra(contest, peer, ours.within_bytes(peer.nbytes, f"--size {mix}"))
+        if alone := allocators.get("rtn"):
+            made[mix, ALLOCATION] = alone.within_bytes(room, f"--size {mix}")
+        made[mix, OURS] = ours.within_bytes(room, f"--size {mix}")
+        if alone and mix == mixes[0]:
+            made[f"{mix} less 12 %", OURS] = ours.within_bytes(int(room * SMALLER), f"{SMALLER} of {mix}")
             made[mix, OUR_ROUNDING] = made[mix, ALLOCATION]
+    for size in sizes:
+        if size not in mixes:
+            made[size, OURS] = pricing.within_file(ours.table, source, target, Budget(size), UNCONSTRAINED).plan
     return made
 
 

@@ -49,7 +49,7 @@ class Blocks(Format):
     def pack(self, codes: Tensor, grid: Grid) -> Parts:
         import torch
 
-        shape = len(codes), codes.shape[1] // self.block, -1
+        shape = len(codes), codes.shape[1] * self.dimension // self.block, -1
         fields = self.to_fields(codes.reshape(shape), {name: entry.reshape(shape) for name, entry in grid.items()})
         return {"blocks": torch.cat(fields, -1).reshape(len(codes), -1)}
 

@@ -14,16 +14,29 @@ _FLOAT16_MAX = 65504.0
 
 def encode(w: Tensor, levels: Levels, scale: Tensor, offset: Tensor | None = None) -> Tensor:
     """The code of the level nearest to each weight. Under a zero scale every code decodes to `offset`: the code of zero is taken."""
-    x = w if offset is None else w - offset
-    return nearest(x / scale.masked_fill(scale == 0, torch.inf), levels)
+    return nearest(unit_values(w, scale, offset), levels)
 
 
 def decode(codes: Tensor, levels: Levels | None, scale: Tensor, offset: Tensor | None = None) -> Tensor:
     if levels is None:
         return codes.to(torch.float32, copy=True)  # a copy: callers may change the result
-    values = level_values(levels)[codes.int()] if first_of_consecutive(levels) is None else codes.float() + levels[0]
+    return scaled_values(level_of(codes, levels), scale, offset)
+
+
+def unit_values(w: Tensor, scale: Tensor, offset: Tensor | None = None) -> Tensor:
+    """Weights without their offset, in units of their scale; zero where the scale is zero."""
+    x = w if offset is None else w - offset
+    return x / scale.masked_fill(scale == 0, torch.inf)
+
+
+def scaled_values(values: Tensor, scale: Tensor, offset: Tensor | None = None) -> Tensor:
+    """The opposite of `unit_values`; overwrites values."""
     values *= scale
     return values if offset is None else values.add_(offset)
+
+
+def level_of(codes: Tensor, levels: Levels) -> Tensor:
+    return level_values(levels)[codes.int()] if first_of_consecutive(levels) is None else codes.float() + levels[0]
 
 
 def nearest(x: Tensor, levels: Levels) -> Tensor:

@@ -19,14 +19,16 @@ from fewbits.inspection.capacity.speed import Range
 from fewbits.planning import footprint, recipes
 from fewbits.planning.constraints import listed
 from fewbits.planning.footprint import Memory, Use
+from fewbits.planning.speed import share
 
 if TYPE_CHECKING:
     from fewbits.formats import Format
+    from fewbits.inspection.capacity.outline import OutlineWeight
     from fewbits.inspection.capacity.sources import Source
 
 Verdict = Literal["fits", "tight", "does not fit"]
 CONTEXT = 4096
-FORMATS = ("fp16", "q8_0", "q6_k", "q5_k_m", "q5_k", "q4_k_m", "q4_k", "iq4_xs", "q3_k_m", "q3_k", "q2_k")
+FORMATS = ("fp16", "q8_0", "q6_k", "q5_k_m", "q5_k", "q4_k_m", "q4_k", "iq4_xs", "q3_k_m", "q3_k", "iq3_xxs", "iq2_m", "q2_k", "iq2_xxs")
 STORED = "as stored"
 _TIGHT = 0.1  # of the total: measured memory is within this share of what is counted
 _STEP = 256  # tokens: llama.cpp's cache grows in such steps
@@ -145,6 +147,7 @@ class Sized:
     read: float  # of them, for one token
     bits: float
     quantized: bool
+    kernels: float = 1.0  # the share of the bandwidth at which a CPU of few cores reads it
     others: str = ""
 
 
@@ -162,10 +165,27 @@ def _sized(source: Source, names: list[str]) -> Iterator[Sized]:
                 raise
 
 
+class _Held:
+    """The sum over tensors; what is not quantized is in float32."""
+
+    def __init__(self, source: Source) -> None:
+        self.outline = source.outline
+        self.nbytes = 4 * self.outline.kept
+        self.read = self.waited = 4.0 * self.outline.kept  # bytes for one token; and over the share of the bandwidth at which they come
+
+    def add(self, matrix: OutlineWeight, nbytes: int, fmt: Format) -> None:
+        read = matrix.count * nbytes * matrix.read
+        self.nbytes, self.read, self.waited = self.nbytes + matrix.count * nbytes, self.read + read, self.waited + read / share(fmt)
+
+    def sized(self, name: str, quantized: bool, others: str = "") -> Sized:
+        bits = 8 * (self.nbytes - 4 * self.outline.kept) / self.outline.numbers
+        return Sized(name, self.nbytes, self.read, bits, quantized, self.read / self.waited, others)
+
+
 def _by_format(source: Source, fmt: Format) -> Sized:
     """As `quantize --format` would write it: weights whose columns do not divide get the next format that fits."""
     target = targets.get("gguf")
-    total, read, other = 4 * source.outline.kept, 4.0 * source.outline.kept, dict[str, int]()
+    held, other = _Held(source), dict[str, int]()
     priced = dict[tuple[int, int], tuple[int, str]]()
     for each in source.outline.matrices:
         shape = each.weight.shape
@@ -173,12 +193,12 @@ def _by_format(source: Source, fmt: Format) -> Sized:
             entry = planning.priced(each.weight, target, fmt, "", "rtn")
             priced[shape] = (entry.nbytes, entry.format)
         nbytes, got = priced[shape]
-        total, read = total + each.count * nbytes, read + each.count * nbytes * each.read
+        held.add(each, nbytes, known_formats.get(got))
         if got != fmt.name:
             other[got] = other.get(got, 0) + each.count
     count = sum(each.count for each in source.outline.matrices)
     told = ", ".join(f"{number} of {count} weights as {name}" for name, number in other.items())
-    return _made(source, fmt.name, total, read, fmt.levels is not None, told)
+    return held.sized(fmt.name, not fmt.is_cast, told)
 
 
 def _by_recipe(source: Source, name: str) -> Sized:
@@ -186,12 +206,10 @@ def _by_recipe(source: Source, name: str) -> Sized:
     stored = {each.weight.name: each for each in source.outline.matrices}
     names = None if source.outline.named_by_transformers else str  # else names are those of a GGUF, with `.weight` at their end
     chosen = recipes.recipe(mix, [each.weight for each in stored.values()], source.config, names)
-    total, read = 4 * source.outline.kept, 4.0 * source.outline.kept
+    held = _Held(source)
     for weight, fmt in chosen.items():
-        each = stored[weight]
-        nbytes = each.count * fmt.nbytes(each.weight.shape)
-        total, read = total + nbytes, read + nbytes * each.read
-    return _made(source, mix, total, read, True, "")
+        held.add(stored[weight], fmt.nbytes(stored[weight].weight.shape), fmt)
+    return held.sized(mix, quantized=True)
 
 
 def _recipe_name(name: str) -> str:
@@ -201,11 +219,6 @@ def _recipe_name(name: str) -> str:
         raise InputError(
             f"`{name}` is neither a format nor a mix of llama.cpp", f"`fewbits formats` lists formats; {failure.hint}"
         ) from failure
-
-
-def _made(source: Source, name: str, total: int, read: float, quantized: bool, others: str) -> Sized:
-    bits = 8 * (total - 4 * source.outline.kept) / source.outline.numbers
-    return Sized(name, total, read, bits, quantized, others)
 
 
 @dataclass(frozen=True)
@@ -226,7 +239,7 @@ class _Judge:
             margin=margin,
             verdict=verdict,
             largest_context=self._context(sized, self.use),
-            decode=speed.decode(self.source.shape, sized.read, self.use, self.device),
+            decode=speed.decode(self.source.shape, sized.read, self.use, self.device, sized.kernels),
             prefill=speed.prefill(self._multiplied, sized.quantized, self.device),
             changes=tuple(self._changes(sized)) if margin < 0 else (),
             others=sized.others,

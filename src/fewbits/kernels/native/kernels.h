@@ -11,7 +11,7 @@ namespace fewbits {
 
 static_assert(std::endian::native == std::endian::little, "packed weights are little-endian and read in place");
 
-constexpr int kAbi = 6;  // raise it when module.cc's functions change; devices/processor.py has the same number
+constexpr int kAbi = 7;  // raise it when module.cc's functions change; devices/processor.py has the same number
 constexpr size_t kMaxFields = 4;
 
 // One array of a packed weight or of its grid.
@@ -64,6 +64,10 @@ using DotRows = void (*)(const Layout&, const RowOf* parts, const ActivationRow&
 using DotFloats = void (*)(const Layout&, const RowOf* parts, size_t count, const float* x, size_t cols, float* out);
 using FillPanel = void (*)(const Layout&, PanelRows rows, size_t first_column, size_t columns, size_t cols, Panel& panel);
 
+struct Codebook;    // formats/codebook.h
+struct PointCodes;  // the same
+using PointCodesAt = void (*)(const Layout&, RowOf parts, size_t block, PointCodes& into);
+
 // How a format stores its scales: directly, or as integers under one float16 per 256 columns.
 enum class Scales : uint8_t { kHalf, kExponent, kFourBits, kSixBits, kEightBits };
 
@@ -87,6 +91,8 @@ struct ByteTraits {
   Scales scales = Scales::kHalf;
   int sub_zero = 0;          // added to the integers of the scales as they are stored
   bool zero_points = false;  // offsets are the scale times an integer
+  bool doubled = false;      // bytes are 0 or 2, and tiles hold their halves
+  const Codebook* codebook = nullptr;  // if codes name points of it: tiles have a layout of their own (tiles_codebook.h)
 };
 
 struct Functions {
@@ -98,6 +104,7 @@ struct Functions {
   ByteTraits bytes = {};
   SubScalesAt sub_scales = nullptr;  // of the scalar kernel, if scales are integers
   DotFloats dot_floats = nullptr;    // if it is faster than decoding a row first
+  PointCodesAt point_codes = nullptr;  // of the scalar kernel, if the format has a codebook
 };
 
 // Its constructor adds it to the table: each kernel is a static object of its file.

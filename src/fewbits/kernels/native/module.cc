@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "formats/codebook.h"
 #include "formats/halves.h"
 #include "kernels.h"
 #include "matmul/exact.h"
@@ -99,11 +100,19 @@ void for_rows(size_t rows, size_t cols, int threads, const Work& work) {
   run_shares(shares, share);
 }
 
+// Null if it cannot run here. A codebook whose points were not given is an error: weights would be garbage.
+const Kernel* usable(const std::string& format, const std::string& isa) {
+  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
+  if (!kernel || !kernel->runs_here()) return nullptr;
+  require_grid(kernel->layout.format);
+  return kernel;
+}
+
 constexpr size_t kPastTheCaches = 1 << 22;  // weights: 16 MB as float32, more than the caches hold
 
 void decode(const std::string& format, const std::string& isa, const std::vector<Bytes>& parts, FloatsInto out, int threads) {
-  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
-  if (!kernel || !kernel->runs_here()) throw std::invalid_argument("no " + isa + " kernel decodes " + format + " here");
+  const Kernel* kernel = usable(format, isa);
+  if (!kernel) throw std::invalid_argument("no " + isa + " kernel decodes " + format + " here");
   const size_t rows = out.shape(0), cols = out.shape(1);
   const auto from = checked<const uint8_t>(kernel->layout, kernel->layout.parts, parts, rows, blocks_of(kernel->layout, cols));
   float* const into = out.data();
@@ -116,8 +125,8 @@ void decode(const std::string& format, const std::string& isa, const std::vector
 // The same in 16 bits: each row is decoded to float32 and rounded while it is in the cache.
 void decode_half(const std::string& format, const std::string& isa, const std::vector<Bytes>& parts, HalvesInto out,
                  bool bfloat16, int threads) {
-  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
-  if (!kernel || !kernel->runs_here()) throw std::invalid_argument("no " + isa + " kernel decodes " + format + " here");
+  const Kernel* kernel = usable(format, isa);
+  if (!kernel) throw std::invalid_argument("no " + isa + " kernel decodes " + format + " here");
   const size_t rows = out.shape(0), cols = out.shape(1);
   const auto from = checked<const uint8_t>(kernel->layout, kernel->layout.parts, parts, rows, blocks_of(kernel->layout, cols));
   const ToHalf to_half = find_to_half(bfloat16 ? Half::kBfloat16 : Half::kFloat16, kernel->isa);
@@ -160,8 +169,8 @@ void matmul_with(void (*multiplies)(const Product&, int), const Kernel& kernel, 
 
 void matmul(const std::string& format, const std::string& isa, const Floats& x, const std::vector<Bytes>& parts, FloatsInto out,
             const std::optional<FloatList>& bias, int threads) {
-  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
-  if (!kernel || !kernel->runs_here() || !kernel->of.dot_row)
+  const Kernel* kernel = usable(format, isa);
+  if (!kernel || !kernel->of.dot_row)
     throw std::invalid_argument("no " + isa + " kernel multiplies by " + format + " here");
   matmul_with(multiply, *kernel, x, parts, out, bias, threads);
 }
@@ -169,15 +178,15 @@ void matmul(const std::string& format, const std::string& isa, const Floats& x, 
 // The same without rounding the activations, for any format that has a decoder.
 void matmul_exact(const std::string& format, const std::string& isa, const Floats& x, const std::vector<Bytes>& parts,
                   FloatsInto out, const std::optional<FloatList>& bias, int threads) {
-  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
-  if (!kernel || !kernel->runs_here()) throw std::invalid_argument("no " + isa + " kernel decodes " + format + " here");
+  const Kernel* kernel = usable(format, isa);
+  if (!kernel) throw std::invalid_argument("no " + isa + " kernel decodes " + format + " here");
   matmul_with(multiply_exactly, *kernel, x, parts, out, bias, threads);
 }
 
 // Bytes of a weight in the layout of matmul/tiles.h; 0: no kernel multiplies tiles of this format.
 size_t tiled_size(const std::string& format, const std::string& isa, size_t weights, size_t cols) {
-  const Kernel* kernel = find_kernel(format.c_str(), isa.c_str());
-  if (!kernel || !kernel->runs_here() || !kernel->of.dot_row || !find_tiles(kernel->isa, kernel->of.bytes).dot) return 0;
+  const Kernel* kernel = usable(format, isa);
+  if (!kernel || !kernel->of.dot_row || !find_tiles(kernel->isa, kernel->of.bytes).dot) return 0;
   return tiled_bytes(*kernel, weights, cols);
 }
 
@@ -262,6 +271,22 @@ void feedback(const std::string& isa, const Floats& targets, const Floats& weigh
            [&](size_t strip) { visit_feedback_strip(visit, tile, levels, strip); });
 }
 
+// The points of a codebook, (points, coordinates); what is given first stays.
+void give_grid(const std::string& format, const Integers& coordinates) {
+  Codebook* const codebook = find_codebook(format.c_str());
+  if (!codebook) throw std::invalid_argument(format + " has no codebook");
+  needs_shape("coordinates", coordinates, codebook->points, codebook->dims);
+  codebook->give(coordinates.data());
+}
+
+// Formats whose points must be given before a weight is read.
+std::vector<std::string> grids() {
+  std::vector<std::string> found;
+  for (const Kernel* k = first_kernel(); k; k = k->next)
+    if (k->of.point_codes) found.emplace_back(k->layout.format);
+  return found;
+}
+
 // (format, isa, runs here, part names, grid names, whether it multiplies, whether the format has a packer) of every kernel.
 nb::list kernels() {
   nb::list found;
@@ -274,6 +299,7 @@ nb::list kernels() {
 }  // namespace
 
 void register_search(nb::module_& m);      // search/long_rows.cc
+void register_vectors(nb::module_& m);     // search/vectors.cc
 void register_attention(nb::module_& m);   // attention/attention.cc
 void register_statistics(nb::module_& m);  // measure/statistics.cc
 void register_roofline(nb::module_& m);    // measure/roofline.cc
@@ -282,6 +308,8 @@ void register_decoder(nb::module_& m);     // decoder/decoder.cc
 NB_MODULE(_native, m) {
   m.attr("ABI") = kAbi;
   m.def("kernels", &kernels);
+  m.def("grids", &grids);
+  m.def("give_grid", &give_grid);
   // noconvert: a mismatched array must be refused, because a silent copy would be written instead of the caller's memory.
   m.def("decode", &decode, nb::arg("format"), nb::arg("isa"), nb::arg("parts").noconvert(), nb::arg("out").noconvert(),
         nb::arg("threads"));
@@ -308,6 +336,7 @@ NB_MODULE(_native, m) {
         nb::arg("value_codes"), nb::arg("by_code"), nb::arg("consecutive"), nb::arg("minus_zero"), nb::arg("keep"),
         nb::arg("threads"));
   register_search(m);
+  register_vectors(m);
   register_attention(m);
   register_statistics(m);
   register_roofline(m);

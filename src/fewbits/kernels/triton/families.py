@@ -1,16 +1,19 @@
-"""Which family of kernels decodes a format: recognised by the arrays of its grid, never by its name. kernels/ has a file per family."""
+"""Which family of kernels decodes a format: recognised by the arrays of its grid, or by the grid of its points, never by its
+name. kernels/ has a file per family."""
 
 from __future__ import annotations
 
 from fewbits.formats import Format, Spec
 from fewbits.formats.microscaling import E8M0, UE4M3
-from fewbits.kernels.triton import levels
+from fewbits.kernels.triton import codebooks, levels
 from fewbits.kernels.triton.layout import TILE, Field, Layout, planes_of
 
 
 def layout(fmt: Format) -> Layout | None:
     """None: no family of kernels reads scales of this structure."""
-    assert fmt.levels
+    if fmt.levels is None:
+        fields = tuple(Field(*array) for array in codebooks.BY_GRID[fmt.name].arrays)
+        return Layout(fmt.name, "points", (), "points", 0.0, fmt.group or 0, fields)
     known, family = levels.kind(fmt.levels), _family(fmt)
     if known is None or family is None:
         return None

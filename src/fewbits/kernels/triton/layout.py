@@ -13,6 +13,9 @@ columns, the size of a super-block of the K types. In a 4-bit plane, one row of 
 The narrowest plane decides how a tile is cut into sub-tiles: 1 of 256 columns, 2 of 128, 4 of 64 or 8 of 32. A wider plane beside it is
 cut into pieces of as many bytes as a sub-tile has columns, so that sub-tile s has the same columns in all planes.
 
+Codes that stand for vectors have no planes: what 32 columns have of them is in arrays beside the scales (kernels/codebooks.py),
+(tiles, rows, entries of a tile).
+
 Scales, zeros and minima are stored group by group, with the entries of all rows for a group next to each other: the rows that a program
 multiplies then read contiguous memory. Rows are padded to whole tiles with values that decode to zero. A scale of the whole weight is
 stored once per row.
@@ -29,7 +32,7 @@ from torch import Tensor
 from fewbits.formats import Shape
 
 TILE = 256
-_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+_PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,20 @@ class Layout:
 
     format: str
     family: str
-    planes: tuple[int, ...]  # bits, the wider first
+    planes: tuple[int, ...]  # bits, the wider first; none where codes stand for vectors
     levels: str  # how a code becomes a level: see kernels/decode.py
     first: float  # of integers: the level of code 0
     group: int  # columns under one scale; 0: the whole row
     fields: tuple[Field, ...]
 
     @property
+    def bits(self) -> int:
+        """Of the narrowest plane; 0 without planes."""
+        return self.planes[-1] if self.planes else 0
+
+    @property
     def subtiles(self) -> int:
-        return 8 // self.planes[-1]
+        return 8 // self.bits if self.bits else 1
 
     @property
     def subtile(self) -> int:
@@ -72,7 +80,7 @@ class Layout:
         """Bytes in the GPU's memory, all of which a product of one token reads."""
         tiles = -(-shape[1] // TILE)
         codes = sum(shape[0] * tiles * TILE * bits // 8 for bits in self.planes)
-        sizes = {"float16": 2, "float32": 4, "int8": 1, "uint8": 1, "int16": 2, "int32": 4}
+        sizes = {"float16": 2, "float32": 4, "int8": 1, "uint8": 1, "int16": 2, "int32": 4, "int64": 8}
         return codes + sum(shape[0] * entries(field, shape[1]) * sizes[field.stored] for field in self.fields)
 
 
@@ -83,7 +91,7 @@ class Planar:
     layout: Layout
     shape: Shape
     planes: tuple[Tensor, ...]  # (rows, bytes) uint8
-    grid: tuple[Tensor, ...]  # (entries, rows)
+    grid: tuple[Tensor, ...]  # (entries, rows), or (tiles, rows, entries of a tile)
 
     def to(self, device: torch.device | str) -> Planar:
         return of_arrays(self.layout, self.shape, [array.to(device) for array in self.arrays])

@@ -7,11 +7,12 @@ decode(weight, dtype)               (rows, cols), for batches so large that a li
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fewbits.kernels.triton import scales, tile_shapes
+from fewbits.kernels.triton import point_calls, scales, tile_shapes
 from fewbits.kernels.triton.call import Call
 from fewbits.kernels.triton.device import Device, device_of
 from fewbits.kernels.triton.kernels import products
@@ -39,7 +40,7 @@ def matmul(x: Tensor, weight: Planar, bias: Tensor | None = None, residual: Tens
 
 
 def decode(weight: Planar, dtype: torch.dtype = torch.float32) -> Tensor:
-    out = torch.empty(weight.shape, dtype=dtype, device=weight.planes[0].device)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.arrays[0].device)
     decode_call(weight, out, device_of(out)).run()
     return out
 
@@ -47,7 +48,7 @@ def decode(weight: Planar, dtype: torch.dtype = torch.float32) -> Tensor:
 def calls(x: Tensor, weight: Planar, bias: Tensor | None, residual: Tensor | None, out: Tensor, device: Device) -> list[Call]:
     """The launches of a product: one, or two where the columns are split."""
     kind = "vector" if len(x) == 1 else "matrix"
-    tile = tile_shapes.choose(kind, device.architecture, weight.layout.planes[-1], len(x))
+    tile = tile_shapes.choose(kind, device.architecture, weight.layout.bits, len(x))
     parts = splits(len(x), weight.shape, tile, device)
     partial = x.new_empty((parts, *out.shape), dtype=torch.float32) if parts > 1 else None
     product = product_call(x, weight, bias, residual, out, partial, tile, parts)
@@ -69,19 +70,21 @@ def product_call(
     x: Tensor, weight: Planar, bias: Tensor | None, residual: Tensor | None, out: Tensor, partial: Tensor | None, tile: Tile, parts: int
 ) -> Call:
     rows, cols = weight.shape
+    arrays: dict[str, Any] = {"x": x, "bias": bias, "residual": residual, "out": out, "partial": partial}
+    if tile.kernel == "vector":
+        # an array so that the compiler does not know it: `decode.level_in_place` says why
+        arrays["exponent"] = _exponent(x.device)
+    if not weight.layout.planes:
+        return point_calls.product(arrays, weight, len(x), tile, parts)
     width = min(tile.width, weight.layout.subtile)
-    sizes = {"rows": rows, "cols": cols, "tiles": -(-cols // TILE)}
-    arrays = {"x": x, "planes": weight.planes, "entries": weight.grid, "bias": bias, "residual": residual, "out": out, "partial": partial}
+    arrays |= {"planes": weight.planes, "entries": weight.grid, "rows": rows, "cols": cols, "tiles": -(-cols // TILE)}
     constants = scales.constants(weight.layout) | {"ROWS": tile.rows, "WIDTH": width, "SPLIT": parts}
     blocks = -(-rows // tile.rows)
     if tile.kernel == "vector":
-        # the kernel reads whole words; `exponent` is an array so that the compiler does not know it: `decode.level_in_place` says why
-        arrays["planes"] = tuple(plane.view(torch.int32) for plane in weight.planes)
-        return Call(
-            products.vector, (blocks, parts), arrays | sizes | {"exponent": _exponent(x.device)}, constants, tile.warps, tile.stages
-        )
+        arrays["planes"] = tuple(plane.view(torch.int32) for plane in weight.planes)  # the kernel reads whole words
+        return Call(products.vector, (blocks, parts), arrays, constants, tile.warps, tile.stages)
     grid = (blocks, -(-len(x) // tile.tokens), parts)
-    return Call(products.matrix, grid, arrays | sizes | {"tokens": len(x)}, constants | {"TOKENS": tile.tokens}, tile.warps, tile.stages)
+    return Call(products.matrix, grid, arrays | {"tokens": len(x)}, constants | {"TOKENS": tile.tokens}, tile.warps, tile.stages)
 
 
 def add_up_call(partial: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> Call:
@@ -92,7 +95,9 @@ def add_up_call(partial: Tensor, bias: Tensor | None, residual: Tensor | None, o
 
 def decode_call(weight: Planar, out: Tensor, device: Device) -> Call:
     rows, cols = weight.shape
-    tile = tile_shapes.choose("decoded", device.architecture, weight.layout.planes[-1])
+    tile = tile_shapes.choose("decoded", device.architecture, weight.layout.bits)
+    if not weight.layout.planes:
+        return point_calls.decoded(weight, out, tile)
     arguments = {"planes": weight.planes, "entries": weight.grid, "out": out, "rows": rows, "cols": cols, "tiles": -(-cols // TILE)}
     constants = scales.constants(weight.layout) | {"ROWS": tile.rows, "WIDTH": min(tile.width, weight.layout.subtile)}
     return Call(products.decoded, (-(-rows // tile.rows), -(-cols // TILE)), arguments, constants, tile.warps)

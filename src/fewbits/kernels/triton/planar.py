@@ -20,8 +20,8 @@ def packed(fmt: Format, parts: Parts, device: torch.device | str | None = None) 
     """In the GPU layout; on the device of the parts if none is given."""
     where = next(iter(parts.values())).device if device is None else device
     weight = repack.repack(fmt, parts).to(where)
-    if weight.planes[0].device.type == "cuda":
-        shipped.seed_from_environment(device_of(weight.planes[0]).architecture)
+    if weight.arrays[0].device.type == "cuda":
+        shipped.seed_from_environment(device_of(weight.arrays[0]).architecture)
     return weight
 
 
@@ -42,7 +42,7 @@ def multiply(x: Tensor, weight: Planar, bias: Tensor | None = None, residual: Te
 
 def decode(weight: Planar, dtype: torch.dtype) -> Tensor:
     if 0 in weight.shape:
-        return torch.empty(weight.shape, dtype=dtype, device=weight.planes[0].device)
+        return torch.empty(weight.shape, dtype=dtype, device=weight.arrays[0].device)
     from fewbits.kernels.triton import linear
 
     return linear.decode(weight, dtype)

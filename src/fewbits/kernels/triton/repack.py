@@ -11,7 +11,7 @@ from torch import Tensor
 from fewbits import formats
 from fewbits.errors import InputError
 from fewbits.formats import Format, Shape
-from fewbits.kernels.triton import families, levels
+from fewbits.kernels.triton import families, levels, repack_points
 from fewbits.kernels.triton.layout import TILE, Field, Layout, Planar, entries
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ def repack(fmt: Format, parts: Parts) -> Planar:
     """Runs on the processor, wherever the parts are, because that is where formats keep the tables that they unpack with."""
     layout = of(fmt)
     codes, grid = fmt.unpack({name: part.cpu() for name, part in parts.items()})
+    if not layout.planes:
+        return Planar(layout, (len(codes), codes.shape[1] * fmt.dimension), (), repack_points.to_arrays(fmt, codes, grid))
     rows, cols = codes.shape
     padded = torch.cat([codes, _code_of_zero(layout, grid).expand(rows, -cols % TILE)], 1)
     planes, shift = [], 0
@@ -63,6 +65,8 @@ def _code_of_zero(layout: Layout, grid: Grid) -> Tensor:  # (rows or 1, 1)
 def restore(weight: Planar) -> Parts:
     """The format's parts again, bit for bit."""
     fmt, layout, (rows, cols) = formats.get(weight.layout.format), weight.layout, weight.shape
+    if not layout.planes:
+        return fmt.pack(*repack_points.from_arrays(fmt, weight.grid))
     codes, shift = torch.zeros((rows, weight.planes[0].shape[1] * 8 // layout.planes[0]), dtype=torch.uint8), 0
     for bits, plane in zip(layout.planes, weight.planes, strict=True):
         codes |= _from_plane(plane.cpu(), bits, layout.subtile) << shift

@@ -1,5 +1,5 @@
-"""Tile shapes: tile_shapes.csv has one line per kernel, architecture, bits of the narrowest plane and number of tokens. `note` says how a
-line was found.
+"""Tile shapes: tile_shapes.csv has one line per kernel, architecture, bits of the narrowest plane and number of tokens. 0 bits: codes
+that stand for vectors, which have no planes. `note` says how a line was found.
 
 `modelled`: not timed on a GPU. It compiles for its architecture without spills, loads 8 bytes or more of codes per lane, and fits the
 shared memory. `measured`: timed by `fewbits bench kernels` on the GPU that the note names.

@@ -6,7 +6,7 @@
 Columns are rounded one after the other, each to its weight plus a correction for the errors made so far (`hessian.py`). Each block of
 the format gets its scales when its turn comes, fitted to the weights as corrected by then. Afterwards come passes in which each block,
 and then each column, is solved again given all the others; only what lowers the error is taken (`rows.py`). The loop over single columns
-is in `columns.py`; `holdout.py` judges codes on samples that they were not fitted to.
+is in `columns.py`, that over vectors of columns in `vectors.py`; `holdout.py` judges codes on samples that they were not fitted to.
 
 All of it works on the damped Hessian. Damping stands for inputs that calibration did not see: passes over the undamped Hessian would
 undo its benefit, and could raise the error that the first pass minimised.
@@ -40,7 +40,7 @@ _CHUNK = 1 << 22  # weights at a time: some ten arrays of this size are alive at
 
 @dataclass(frozen=True)
 class Solved:
-    codes: Tensor  # (rows, cols) uint8
+    codes: Tensor  # as `Format.pack` takes them
     grid: Grid
     damping: float  # what was added to the diagonal, as a share of its mean: more than asked for where the Hessian was singular
     notes: tuple[str, ...]  # for a person: what differs from what was asked for
@@ -68,7 +68,7 @@ def solve(
     Raises Singular where no damping makes the Hessian positive definite.
     """
     rows, cols = w.shape
-    if fmt.levels is None:
+    if fmt.is_cast:
         raise InputError(f"{fmt.name} is a cast: it has no levels to choose from", "error feedback needs a format with codes")
     if reason := fmt.fits((rows, cols)):
         raise InputError(f"{fmt.name} cannot hold this weight: {reason}", "choose a format with smaller blocks")
@@ -77,7 +77,7 @@ def solve(
     if not w.isfinite().all():
         raise InputError("the weight holds NaN or infinity", "no format can keep them: repair the checkpoint")
     w, isa = w.detach().float(), _isa(dtype)
-    h = hessian if isinstance(hessian, Ordered) else ordered(hessian, width(fmt, cols), order, damping, dtype)
+    h = hessian if isinstance(hessian, Ordered) else ordered(hessian, width(fmt, cols), order, damping, dtype, fmt.dimension)
     fixed = fmt.fit(w, h.stakes) if fmt.tensor_wide else None
 
     def solve_rows(chunk: Tensor) -> tuple[Tensor, Grid]:

@@ -1,7 +1,8 @@
 """Visiting columns one after the other: each is rounded to its target, and its error moves the targets of those after it.
 
-The inner loop over at most 128 columns needs only levels, scales and offsets, so every format shares it; it runs natively
-(kernels/native/search/error_feedback.cc) or in torch, with the same bits. Matrix products carry errors from tile to tile.
+The inner loop over at most 128 columns needs only codebook, scales and offsets, so every format shares it; it runs natively
+(kernels/native/search/error_feedback.cc) or in torch, with the same bits. Matrix products carry errors from tile to tile. Where codes
+stand for vectors, a visit is to a vector of columns (`vectors.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 
 from fewbits.devices import processor
-from fewbits.formats.storage.codes import Levels, decode, encode, first_of_consecutive, level_values, nearest
+from fewbits.formats.storage import codebooks
+from fewbits.formats.storage.codebooks import Codebook, Points
+from fewbits.formats.storage.codes import Levels, decode, encode, first_of_consecutive, level_values, nearest, scaled_values
+from fewbits.methods.error_feedback import vectors
 
 WIDTH = 128  # most columns of a tile: beyond, a matrix product is faster than the loop (kernels.h holds the same number)
 
@@ -25,37 +29,55 @@ class Columns:
 
     weights: Tensor
     errors: Tensor  # weight minus decoded value; zero where nothing was rounded yet
-    codes: Tensor  # uint8
+    codes: Tensor  # uint8; or int32, (columns / dimension, rows)
     scale: Tensor  # float32
     offset: Tensor | None
 
     def __getitem__(self, some: slice) -> Columns:
         offset = None if self.offset is None else self.offset[some]
-        return Columns(self.weights[some], self.errors[some], self.codes[some], self.scale[some], offset)
+        dimension = len(self.weights) // len(self.codes)
+        codes = self.codes[slice(some.start // dimension, some.stop // dimension)]
+        return Columns(self.weights[some], self.errors[some], codes, self.scale[some], offset)
+
+    def decoded(self, codebook: Codebook) -> Tensor:
+        return scaled_values(codebook.values(self.codes.T).T.contiguous(), self.scale, self.offset)
 
     def tiles(self) -> list[slice]:
         cols = len(self.weights)
         return [slice(start, min(start + WIDTH, cols)) for start in range(0, cols, WIDTH)]
 
 
-def feed(columns: Columns, targets: Tensor, coupling: Tensor, levels: Levels, isa: str | None) -> None:
+def feed(columns: Columns, targets: Tensor, coupling: Tensor, metric: Tensor | None, codebook: Codebook, isa: str | None) -> None:
     """Round for the first time. targets: the best real value of each column, given the errors in other columns; it is overwritten.
-    coupling (columns, columns), lower triangular: row i, column j says how far an error in column j moves the target of column i."""
+    coupling (columns, columns), lower triangular: row i, column j says how far an error in column j moves the target of column i.
+    metric (columns, dimension): what errors inside a vector cost; None: codes stand for single columns."""
     for tile in columns.tiles():
         if tile.start:
             targets[tile].addmm_(coupling[tile, : tile.start], columns.errors[: tile.start])
-        _visit(columns[tile], targets[tile], coupling[tile, tile], levels, keep=False, isa=isa)
+        _visit(columns[tile], targets[tile], coupling[tile, tile], _some(metric, tile), codebook, keep=False, isa=isa)
 
 
-def settle(columns: Columns, coupling: Tensor, levels: Levels, isa: str | None) -> None:
+def settle(columns: Columns, coupling: Tensor, metric: Tensor | None, codebook: Codebook, isa: str | None) -> None:
     """Coordinate descent: visit every column again, given the errors of all the others."""
     for tile in columns.tiles():
         targets = torch.addmm(columns.weights[tile], coupling[tile], columns.errors)
-        _visit(columns[tile], targets, coupling[tile, tile], levels, keep=True, isa=isa)
+        _visit(columns[tile], targets, coupling[tile, tile], _some(metric, tile), codebook, keep=True, isa=isa)
 
 
-def _visit(columns: Columns, targets: Tensor, coupling: Tensor, levels: Levels, keep: bool, isa: str | None) -> None:
+def _some(metric: Tensor | None, tile: slice) -> Tensor | None:
+    return None if metric is None else metric[tile]
+
+
+def _visit(
+    columns: Columns, targets: Tensor, coupling: Tensor, metric: Tensor | None, codebook: Codebook, *, keep: bool, isa: str | None
+) -> None:
     """With `keep` a code is only replaced by one that is nearer to the target, so that no visit raises the error."""
+    if isinstance(codebook, Points):
+        assert metric is not None
+        vectors.visit(columns, targets, coupling, metric, codebook, keep=keep, isa=isa)
+        return
+    assert isinstance(codebook, codebooks.Levels)
+    levels = codebook.levels
     if isa is None:
         _visit_reference(columns, targets, coupling, levels, keep)
         return

@@ -6,6 +6,9 @@ With the columns in visiting order and H = R R^T, R upper triangular, the error 
 
 so each column is rounded to its weight plus a correction for the errors of the columns before it. This is GPTQ's update without an
 inverse: one Cholesky factorisation, and no weight is changed in place from column to column.
+
+Where a code stands for a vector of d columns, they are rounded together. With L the unit lower triangle of their couplings, their best
+real values are weights + L^-1 (corrections), and missing these by r costs r L^T D L r^T, D their pivots: the metric of the vector.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class Part:
     others: Tensor  # (block, cols) H_BB^-1 H_B*, zero within the block
     forward: Tensor  # (block, block) like Ordered.forward, for the block alone
     hessian: Tensor  # (block, block)
+    pivots: Tensor | None  # like Ordered.pivots
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,15 @@ class Ordered:
     stakes: Tensor  # (cols,) float32, in natural order: the cost of an error in a column, as importance for the fit of scales
     forward: Tensor  # from errors in earlier columns, while later ones are still free to compensate: strictly lower triangular
     ahead: Tensor  # from errors in earlier blocks, while the whole block is still free: zero from the block on
-    every: Tensor  # from errors in all other columns, earlier and later: zero diagonal
+    every: Tensor  # from errors in all other columns (other vectors), earlier and later: zero diagonal (blocks of it)
+    pivots: Tensor | None  # (cols, dimension) the metric of each vector while later columns are free; None: codes are of single columns
+    own: Tensor | None  # the same given all other columns: the Hessian's blocks on the diagonal
     damping: float
     notes: tuple[str, ...]
 
 
-def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: torch.dtype) -> Ordered:
-    """`width`: columns per block of the format, as the function `width` gives it."""
+def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: torch.dtype, dimension: int = 1) -> Ordered:
+    """`width`: columns per block of the format, as the function `width` gives it. `dimension`: columns that one code stands for."""
     h = _checked(hessian)
     notes: tuple[str, ...] = ()
     diagonal = h.diagonal().clone()
@@ -69,7 +75,7 @@ def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: to
     h[dead] = 0
     h[:, dead] = 0
     h.diagonal()[dead] = mean
-    columns, blocks = visits(diagonal, width, order)
+    columns, blocks = visits(diagonal, width, order, dimension)
     h = h[columns]
     h = h[:, columns]  # in two steps, so that at most two such matrices exist: one of a wide layer takes gigabytes
     root, added = _factored(h, damping, mean)
@@ -81,21 +87,29 @@ def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: to
     # worse.
     stakes = torch.empty_like(diagonal)
     stakes[columns] = (diagonal[columns].sqrt() * root.diagonal()).nan_to_num(0)
-    parts = [_part(h, block, dtype) for block in blocks] if len(blocks) > 1 else []
-    every = _every(h, dtype)
+    parts = [_part(h, block, dtype, dimension) for block in blocks] if len(blocks) > 1 else []
+    every = _every(h, dtype, dimension)
+    own = None if dimension == 1 else _on_diagonal(h, dimension).div(mean).flatten(0, 1).float()
     del h
-    forward = _forward(root)
+    forward, pivots = _forward(root, dimension)
     del root
     ahead = forward.new_zeros(forward.shape, dtype=dtype)
     for block in blocks[1:]:
         # with the block still free, each of its columns takes its target, so that no error inside the block adds to a correction
         free = torch.linalg.solve_triangular(forward[block, block], forward[block, : block.start], upper=False, unitriangular=True)
         ahead[block, : block.start] = free
-    return Ordered(columns, blocks, parts, stakes.float(), forward.to(dtype), ahead, every, added, notes)
+    return Ordered(columns, blocks, parts, stakes.float(), forward.to(dtype), ahead, every, pivots, own, added, notes)
 
 
-def _every(h: Tensor, dtype: torch.dtype) -> Tensor:
+def _every(h: Tensor, dtype: torch.dtype, dimension: int) -> Tensor:
     coupling = h.new_empty(h.shape, dtype=dtype)
+    if dimension > 1:
+        for rows, into in zip(h.split(_ROWS), coupling.split(_ROWS), strict=True):
+            first = into.storage_offset() // len(h)
+            inside = _on_diagonal(rows[:, first : first + len(rows)], dimension)
+            into.copy_(torch.linalg.solve(inside, rows.unflatten(0, (-1, dimension))).flatten(0, 1))
+        _on_diagonal(coupling, dimension).zero_()
+        return coupling
     for rows, into in zip(h.split(_ROWS), coupling.split(_ROWS), strict=True):
         start = into.storage_offset() // len(h)
         into.copy_(rows / rows.diagonal(start).unsqueeze(1))
@@ -103,23 +117,46 @@ def _every(h: Tensor, dtype: torch.dtype) -> Tensor:
     return coupling
 
 
-def _part(h: Tensor, block: slice, dtype: torch.dtype) -> Part:
+def _part(h: Tensor, block: slice, dtype: torch.dtype, dimension: int) -> Part:
     inside = h[block, block]
     lower = torch.linalg.cholesky(inside.flip(0, 1))  # positive definite, as the whole matrix is
     others = torch.linalg.solve(inside, h[block])
     others[:, block] = 0
-    return Part(others.to(dtype), _forward(lower.flip(0, 1)).to(dtype), inside.to(dtype))
+    forward, pivots = _forward(lower.flip(0, 1), dimension)
+    return Part(others.to(dtype), forward.to(dtype), inside.to(dtype), pivots)
 
 
-def _forward(root: Tensor) -> Tensor:
+def _forward(root: Tensor, dimension: int) -> tuple[Tensor, Tensor | None]:
+    """(coupling, metric of the vectors), from an upper triangular root of the Hessian."""
+    pivots = root.diagonal().square()  # now: the coupling may be made in the root's memory
     coupling = root.T.contiguous()
     coupling.div_(root.diagonal().unsqueeze(1))
     coupling.diagonal().zero_()
-    return coupling
+    if dimension == 1:
+        return coupling, None
+    inside = _on_diagonal(coupling, dimension)
+    lower = inside + torch.eye(dimension, dtype=inside.dtype)
+    metric = lower.mT @ (pivots.reshape(-1, dimension, 1) * lower) / pivots.mean()
+    for vector in range(1, len(lower)):  # those before it are errors by now: the vector takes its best values given them
+        rows = coupling[vector * dimension : (vector + 1) * dimension, : vector * dimension]
+        rows.copy_(torch.linalg.solve_triangular(lower[vector], rows, upper=False, unitriangular=True))
+    inside.zero_()
+    return coupling, metric.flatten(0, 1).float()
 
 
-def visits(diagonal: Tensor, width: int, order: Order) -> tuple[Tensor, list[slice]]:
-    """The order of the columns. Those whose errors cost most come first: columns rounded later can still compensate for them."""
+def _on_diagonal(h: Tensor, dimension: int) -> Tensor:
+    """(n, dimension, dimension): a view of the blocks on the diagonal."""
+    n, (row, column) = len(h) // dimension, h.stride()
+    return h.as_strided((n, dimension, dimension), (dimension * (row + column), row, column), h.storage_offset())
+
+
+def visits(diagonal: Tensor, width: int, order: Order, dimension: int = 1) -> tuple[Tensor, list[slice]]:
+    """The order of the columns. Those whose errors cost most come first: columns rounded later can still compensate for them. Columns
+    under one code stay together."""
+    if dimension > 1:
+        vectors, spans = visits(diagonal.unflatten(0, (-1, dimension)).mean(1), width // dimension, order)
+        columns = (vectors.unsqueeze(1) * dimension + torch.arange(dimension)).flatten()
+        return columns, [slice(span.start * dimension, span.stop * dimension) for span in spans]
     cols = len(diagonal)
     spans = [slice(start, min(start + width, cols)) for start in range(0, cols, width)]
     if order == "natural":

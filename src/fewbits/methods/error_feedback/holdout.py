@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from fewbits.formats.storage.codes import decode
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,7 +23,6 @@ def some_rows(w: Tensor, weights: int) -> slice:
 
 def judge(w: Tensor, fmt: Format, codes: Tensor, grid: Grid, statistics: WeightStatistics, rows: slice) -> HeldOut:
     """w and codes are `rows` of the weight; they were fitted to half 0."""
-    assert fmt.levels
-    error = w - decode(codes, fmt.levels, *fmt.affine(grid))
+    error = w - fmt.decode(codes, grid)
     damage = statistics.damage(error, w, 1, rows) * (rows.step or 1 if statistics.predicts_kl else 1)  # KL adds up over rows
     return HeldOut(damage, statistics.errors_by_place(error, w, 1))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.search import total
-from fewbits.formats.storage.codes import decode
 from fewbits.methods.error_feedback.columns import Columns, feed, settle
 from fewbits.methods.error_feedback.hessian import Ordered
 
@@ -18,10 +17,13 @@ if TYPE_CHECKING:
 
 class Rows:
     def __init__(self, w: Tensor, fmt: Format, h: Ordered, fixed: Grid | None, dtype: torch.dtype, isa: str | None) -> None:
-        assert fmt.levels
-        self.fmt, self.levels, self.h, self.fixed, self.isa = fmt, fmt.levels, h, fixed, isa
+        codebook = fmt.codebook
+        assert codebook
+        self.fmt, self.codebook, self.h, self.fixed, self.isa = fmt, codebook, h, fixed, isa
         weights = w.to(dtype).T[h.columns].contiguous()
-        codes, scale = torch.zeros(weights.shape, dtype=torch.uint8), torch.zeros(weights.shape)
+        shape = len(weights) // fmt.dimension, weights.shape[1]
+        codes = torch.zeros(shape, dtype=torch.uint8 if fmt.dimension == 1 else torch.int32)
+        scale = torch.zeros(weights.shape)
         self.columns = Columns(weights, torch.zeros_like(weights), codes, scale, None)
         self.grids: list[Grid] = []  # of each of h.blocks
 
@@ -33,8 +35,8 @@ class Rows:
             grid, scale, offset = self._fitted(corrected, block)
             self.grids.append(grid)
             self._set_affine(block, scale, offset)
-            forward = self.h.forward[block, block]
-            feed(self.columns[block], corrected.addmm_(forward, correction), forward, self.levels, self.isa)
+            forward, pivots = self.h.forward[block, block], None if self.h.pivots is None else self.h.pivots[block]
+            feed(self.columns[block], corrected.addmm_(forward, correction), forward, pivots, self.codebook, self.isa)
 
     def improve(self, refit: bool) -> None:
         """Solve each block again, given the errors of all others, and keep the new codes of the rows whose error falls.
@@ -52,12 +54,12 @@ class Rows:
             else:
                 grid, scale, offset = self.grids[index], present.scale, present.offset
             trial = Columns(targets, torch.zeros_like(targets), torch.zeros_like(present.codes), scale, offset)
-            feed(trial, targets.clone(), part.forward, self.levels, self.isa)
-            settle(trial, self.h.every[block, block], self.levels, self.isa)
+            own = None if self.h.own is None else self.h.own[block]
+            feed(trial, targets.clone(), part.forward, part.pivots, self.codebook, self.isa)
+            settle(trial, self.h.every[block, block], own, self.codebook, self.isa)
             errors = present.errors + (targets - present.weights)  # from the targets, as those of the trial are
             better = _loss(trial.errors, part.hessian) < _loss(errors, part.hessian)
-            decoded = decode(trial.codes, self.levels, scale, offset)
-            present.errors.copy_(torch.where(better, present.weights - decoded, present.errors))
+            present.errors.copy_(torch.where(better, present.weights - trial.decoded(self.codebook), present.errors))
             present.codes.copy_(torch.where(better, trial.codes, present.codes))
             if refit:
                 old = self.grids[index]
@@ -70,12 +72,12 @@ class Rows:
                     present.offset.copy_(torch.where(better, offset, present.offset))
 
     def descend(self) -> None:
-        settle(self.columns, self.h.every, self.levels, self.isa)
+        settle(self.columns, self.h.every, self.h.own, self.codebook, self.isa)
 
     def result(self) -> tuple[Tensor, Grid]:
         """(codes (rows, cols), grid), with the columns in the weight's order."""
         codes = torch.empty_like(self.columns.codes)
-        codes[self.h.columns] = self.columns.codes
+        codes[self.h.columns[:: self.fmt.dimension] // self.fmt.dimension] = self.columns.codes
         natural = sorted(range(len(self.grids)), key=lambda index: int(self.h.columns[self.h.blocks[index]].min()))
         grids = [self.grids[index] for index in natural]
         joined = {

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.search import float16_scale
-from fewbits.formats.storage.codes import decode
 from fewbits.model.walk import Batch, batches
 
 if TYPE_CHECKING:
@@ -78,11 +77,11 @@ class _Scales:
         self.changes = {
             name: torch.zeros_like(entry, dtype=torch.float32, requires_grad=True)
             for name, entry in grid.items()
-            if entry.is_floating_point() and fmt.levels is not None
+            if entry.is_floating_point() and not fmt.is_cast
         }
 
     def decoded(self, grid: Grid) -> Tensor:  # (rows, cols)
-        return decode(self.codes, self.fmt.levels, *self.fmt.affine(grid))
+        return self.fmt.decode(self.codes, grid)
 
     def moved(self) -> Grid:
         """With a graph back to the changes."""
@@ -160,5 +159,5 @@ def _stored(entry: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _untunable(scales: Mapping[str, _Scales]) -> tuple[str, ...]:
     """One note for each format that has codes but no floating-point scale."""
-    fixed = sorted({entry.fmt.name for entry in scales.values() if entry.fmt.levels is not None and not entry.changes})
+    fixed = sorted({entry.fmt.name for entry in scales.values() if not entry.fmt.is_cast and not entry.changes})
     return tuple(f"scales of {name} are not tuned: it has none in floating point" for name in fixed)

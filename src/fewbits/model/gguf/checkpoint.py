@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fewbits import formats
 from fewbits.errors import FewbitsError, InputError, UnknownKindError
 from fewbits.model import limits
 from fewbits.model.gguf import architectures, header, metadata, vocabularies
@@ -227,5 +228,8 @@ def decoded(tensor: Any, expert: int | None) -> Tensor:
         return torch.from_numpy(data).view(torch.bfloat16)
     try:
         return torch.from_numpy(quants.dequantize(data, tensor.tensor_type))
-    except NotImplementedError as failure:
-        raise InputError(f"`{tensor.name}` is stored as {tensor.tensor_type.name}, which cannot be decoded", "update gguf") from failure
+    except NotImplementedError as failure:  # gguf 0.19 knows Q1_0 by name alone
+        fmt = formats.all().get(tensor.tensor_type.name.lower())
+        if fmt is None:
+            raise InputError(f"`{tensor.name}` is stored as {tensor.tensor_type.name}, which cannot be decoded", "update gguf") from failure
+        return fmt.decode(*fmt.unpack({"blocks": torch.from_numpy(data).flatten(0, -2)})).reshape(*data.shape[:-1], -1)

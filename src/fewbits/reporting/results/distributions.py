@@ -82,7 +82,7 @@ def _of(model: Model, artifact: Artifact, statistics: StatisticsSource | None, w
 
 def _clipped(w: Tensor, fmt: Format, parts: Parts) -> float | None:
     """The share that lies more than half a step beyond the outermost code of its group: nearer values round to that code anyway."""
-    if fmt.levels is None:
+    if fmt.levels is None:  # a cast clips nothing; points of a codebook have no outermost one
         return None
     levels = sorted(level for level in fmt.levels if level == level and abs(level) != float("inf"))
     _, grid = fmt.unpack(parts)

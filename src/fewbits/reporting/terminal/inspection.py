@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def formats(rows: Iterable[tuple[Format, float, str, str]]) -> None:
     table = new_table("formats", ("name", "bits/w", "per", "targets", "kernel", "what it is"))
     for fmt, bits, targets, kernel in rows:
-        shared = "-" if fmt.levels is None else str(fmt.group) if fmt.group else "tensor" if fmt.tensor_wide else "row"
+        shared = "-" if fmt.is_cast else str(fmt.group) if fmt.group else "tensor" if fmt.tensor_wide else "row"
         table.add_row(fmt.name, f"{bits:.4g}", shared, targets or "none yet", kernel.removeprefix("native-"), fmt.about)
     console.print(table)
 

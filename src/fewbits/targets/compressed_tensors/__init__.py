@@ -70,7 +70,7 @@ class CompressedTensors(Target):
     together = (r"(.*)[.][qkv]_proj$", r"(.*)[.](?:gate|up)_proj$", r"()[.]experts[.][^.]+[.][0-9]+$")
 
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
-        if fmt.levels is None:
+        if fmt.is_cast:
             if weight.expert is not None and fmt.name != weight.dtype:
                 return "the experts of a layer lie in one tensor, which is kept as it is"
             return None
@@ -89,7 +89,7 @@ class CompressedTensors(Target):
         return (schemes.not_for_experts(scheme) if weight.expert is not None else None) or schemes.unread(scheme.kind, scheme.bits)
 
     def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
-        if fmt.levels is None:
+        if fmt.is_cast:
             return fmt.nbytes(weight.shape)
         scheme = schemes.of(fmt)
         assert isinstance(scheme, Scheme), scheme
@@ -100,7 +100,7 @@ class CompressedTensors(Target):
             return "transformers multiplies all experts at once and rounds none of their inputs"
         if activation.format == "fp8_e5m2":
             return "compressed-tensors knows float8 as e4m3 only"
-        scheme = schemes.of(fmt) if fmt.levels else None
+        scheme = None if fmt.is_cast else schemes.of(fmt)
         wanted = "int" if activation.format == "int8" else "float"
         if not isinstance(scheme, Scheme) or (scheme.kind, scheme.bits, scheme.symmetric) != (wanted, 8, True) or scheme.group:
             eight = "int8_channel or int8_tensor" if wanted == "int" else "fp8_e4m3_channel or fp8_e4m3_tensor"
@@ -136,7 +136,7 @@ class CompressedTensors(Target):
         return contents.types(path)
 
     def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
-        scheme = schemes.of(fmt) if fmt.levels else None
+        scheme = None if fmt.is_cast else schemes.of(fmt)
         return scheme.type if isinstance(scheme, Scheme) else fmt.name
 
     def check(self, plan: Plan, weights: Iterable[Weight], path: Path) -> None:
@@ -149,7 +149,7 @@ class CompressedTensors(Target):
         for weight in weights:
             entry = plan[weight.name]
             wanted = self.written_as(weight, formats.get(entry.format), entry.activation)
-            whole = formats.get(entry.format).levels is None and weight.expert is not None
+            whole = formats.get(entry.format).is_cast and weight.expert is not None
             for layer in [weight.parameter] if whole else [place.layer for place in layout.places(weight)]:
                 if (stored := types.get(layer)) != wanted:
                     says = f"has `{layer}` as {stored}" if stored else f"has no `{layer}`"

@@ -19,7 +19,7 @@ def scheme_of(plan: Plan, weight: Weight) -> Scheme | None:
     """None: the weight is not quantized."""
     entry = plan[weight.name]
     fmt = formats.get(entry.format)
-    if fmt.levels is None:
+    if fmt.is_cast:
         return None
     scheme = schemes.of(fmt)
     assert isinstance(scheme, Scheme), scheme

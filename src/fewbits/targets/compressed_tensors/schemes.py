@@ -101,7 +101,8 @@ def _words(fields: int, bits: int) -> int:
 
 def of(fmt: Format) -> Scheme | str:
     """The scheme that holds exactly this format's values, or why none does."""
-    assert fmt.levels
+    if fmt.levels is None:
+        return f"{fmt.name} has codes for vectors of {fmt.dimension} weights; compressed-tensors keeps one code per weight"
     specs = fmt.parts(_ANY)
     if isinstance(fmt, Microscaling):
         return _of_small_floats(fmt)

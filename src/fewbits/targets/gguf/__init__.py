@@ -35,8 +35,16 @@ class Gguf(Target):
     name = "gguf"
     about = "one file for llama.cpp and all that is built on it"
     runtime = "llama.cpp"
+    # q1_0, q2_0, tq1_0 and tq2_0 are for models that were trained in one bit or three levels: `--formats` takes them
     candidates = (
+        "iq1_s",
+        "iq1_m",
+        "iq2_xxs",
+        "iq2_xs",
+        "iq2_s",
         "q2_k",
+        "iq3_xxs",
+        "iq3_s",
         "q3_k",
         "mxfp4",
         "iq4_xs",
@@ -93,7 +101,7 @@ class Gguf(Target):
         stored = layout(fmt)
         if stored is None or stored.block == 1:
             return None
-        return 256 if stored.block == 256 else 32  # Q8_K for super-blocks, Q8_0 for all others (nvfp4's 64 too)
+        return 256 if stored.block == 256 else 32  # Q8_K for super-blocks, Q8_0 for all others (q2_0's 64 and q1_0's 128 too)
 
     def supports(self, config: Any, tokenizer: Any) -> str | None:
         from fewbits.model.gguf import vocabularies

@@ -25,7 +25,8 @@ _CASTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _NAMES = {"F32": "fp32", "F16": "fp16"}  # of types whose name here is not ggml's in lower case
 _ONE_SCALE = ("q4_0", "q5_0", "q8_0")  # GGUF types of the form scale * level, whose values other formats share
 _ANY = (256, 256)  # a shape that every format fits
-_FIRST_GGUF = {"mxfp4": "0.18", "nvfp4": "0.19"}  # the gguf package that first knows these types; fewbits runs with older ones too
+# the gguf package that first knows these types; fewbits runs with older ones too. None: not in a published one by August 2026
+_FIRST_GGUF = {"mxfp4": "0.18", "nvfp4": "0.19", "q1_0": "0.19", "q2_0": None}
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def layout(fmt: Format) -> Layout | None:
     """By structure: float, a GGUF type itself, or one with the values of a GGUF type. None: GGUF cannot store it."""
     gguf = _constants()
     specs = fmt.parts(_ANY)
-    if fmt.levels is None:
+    if fmt.is_cast:
         dtype = specs["values"].dtype if specs.keys() == {"values"} else ""
         size = specs["values"].nbytes // (_ANY[0] * _ANY[1]) if dtype else 0
         return Layout(_CASTS[dtype], 1, size, lambda parts: octets(parts["values"])) if dtype in _CASTS else None
@@ -63,9 +64,10 @@ def layout(fmt: Format) -> Layout | None:
 
 def lacking(fmt: Format) -> str | None:
     """Why the gguf package that is installed cannot write a type that GGUF has; None if it can, or if there is no such type."""
-    first = _FIRST_GGUF.get(fmt.name)
-    if first is None or fmt.name.upper() in _constants().GGMLQuantizationType.__members__:
+    if fmt.name not in _FIRST_GGUF or fmt.name.upper() in _constants().GGMLQuantizationType.__members__:
         return None
+    if (first := _FIRST_GGUF[fmt.name]) is None:
+        return f"the package gguf {version('gguf')} is installed, and does not know {fmt.name.upper()}"
     return f"the package gguf {version('gguf')} is installed, and {first} is the first that knows {fmt.name.upper()}"
 
 

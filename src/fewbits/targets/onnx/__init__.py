@@ -56,7 +56,7 @@ class Onnx(Target):
     def accepts(self, weight: Weight, fmt: Format) -> str | None:
         if weight.expert is not None:
             return "the experts of a mixture are not written as ONNX yet"
-        if fmt.levels is None:
+        if fmt.is_cast:
             return None
         if weight.kind == "convolution":
             return "ONNX Runtime has no convolution that reads packed weights"
@@ -66,7 +66,7 @@ class Onnx(Target):
     def nbytes(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> int:
         if activation:
             return sum(spec.nbytes for spec in qdq.specs(weight.shape, activation).values())
-        if fmt.levels is None:
+        if fmt.is_cast:
             return fmt.nbytes(weight.shape)
         blocks = storage.blocks(fmt, weight.shape[1])
         assert isinstance(blocks, storage.Blocks), blocks
@@ -83,7 +83,7 @@ class Onnx(Target):
         return "the graph is written without a KV cache"
 
     def activation_block(self, weight: Weight, fmt: Format) -> int | None:
-        blocks = storage.blocks(fmt, weight.shape[1]) if fmt.levels and self.accuracy_level == 4 else None
+        blocks = storage.blocks(fmt, weight.shape[1]) if not fmt.is_cast and self.accuracy_level == 4 else None
         return blocks.size if isinstance(blocks, storage.Blocks) else None
 
     def supports(self, config: Any, tokenizer: Any) -> str | None:

@@ -46,7 +46,7 @@ def written_as(fmt: Format, cols: int, activation: Activation | None = None) -> 
     """What a weight of this format must be called by `types`: `int4_g32` for q4_0 too, which has the same values."""
     if activation:
         return _INTEGERS
-    if fmt.levels is None:
+    if fmt.is_cast:
         return fmt.name
     blocks = storage.blocks(fmt, cols)
     assert isinstance(blocks, storage.Blocks), blocks

@@ -90,7 +90,7 @@ class Store:
 
 
 def store(fmt: Format, shape: Shape, accuracy_level: int, activation: Activation | None = None) -> Store:
-    packed = blocks(fmt, shape[1]) if fmt.levels and not activation else None
+    packed = blocks(fmt, shape[1]) if not fmt.is_cast and not activation else None
     assert not isinstance(packed, str), packed
     return Store(fmt, shape, packed, accuracy_level, activation)
 
@@ -109,7 +109,8 @@ def arrays(artifact: Artifact, stores: Mapping[str, Store], progress: Progress[W
 
 def blocks(fmt: Format, cols: int) -> Blocks | str:
     """The blocks that hold exactly this format's values, or why none do."""
-    assert fmt.levels
+    if fmt.levels is None:
+        return f"{fmt.name} has codes for vectors of {fmt.dimension} weights; ONNX Runtime runs one code per weight"
     for bits in _BITS:
         around_zero = fmt.levels == tuple(float(q) for q in range(-(1 << (bits - 1)), 1 << (bits - 1)))
         from_zero = fmt.levels == tuple(float(q) for q in range(1 << bits)) and "zeros" in fmt.parts(_ANY)

@@ -61,7 +61,7 @@ def probe(
 
 def _quantizer(model: Model, statistics: Statistics, weight: Weight, fmt: str, table: Sensitivity) -> Any:
     def made() -> Tensor:
-        method = methods.get(table.rows[weight.name][fmt].method if formats.get(fmt).levels else "rtn")
+        method = methods.get(table.rows[weight.name][fmt].method if not formats.get(fmt).is_cast else "rtn")
         parts = method.quantize(model.load(weight), formats.get(fmt), statistics.of(weight.name)).parts
         return kernels.decode(formats.get(fmt), parts, weight.shape)
 

@@ -13,6 +13,7 @@
 
 #include "attention/float16.h"
 #include "decoder/elementwise.h"
+#include "formats/codebook.h"
 #include "matmul/dense.h"
 #include "matmul/exact.h"
 #include "matmul/matmul.h"
@@ -245,6 +246,7 @@ class Decoder {
   static void bind(Matrix& matrix, const std::string& format, const std::string& isa) {
     const Kernel* const kernel = matrix.kernel = find_kernel(format.c_str(), isa.c_str());
     must(kernel && kernel->runs_here(), "no " + isa + " kernel reads " + format + " here");
+    require_grid(format.c_str());
     const Layout& layout = kernel->layout;
     const bool tiles = kernel->of.dot_row && find_tiles(kernel->isa, kernel->of.bytes).dot;
     if (tiles && matrix.arrays.size() == 1 && matrix.arrays[0].shape(0) == 1 &&

@@ -47,6 +47,8 @@ constexpr ByteTraits bytes_of() {
   if constexpr (requires { Reader::kScales; }) bytes.scales = Reader::kScales;
   if constexpr (requires { Reader::kSubZero; }) bytes.sub_zero = Reader::kSubZero;
   if constexpr (requires { Reader::kZeroPoints; }) bytes.zero_points = Reader::kZeroPoints;
+  if constexpr (requires { Reader::kDoubled; }) bytes.doubled = Reader::kDoubled;
+  if constexpr (requires { Reader::codebook(); }) bytes.codebook = Reader::codebook();
   return bytes;
 }
 
@@ -72,6 +74,11 @@ void scales_of(const Reader& block, float* scale, float* offset) {
 template <typename Reader>
 void sub_scales_at(const Layout& layout, RowOf parts, size_t block, SubScales& into) {
   Reader(layout, parts, block).sub_scales(into);
+}
+
+template <typename Reader>
+void point_codes_at(const Layout& layout, RowOf parts, size_t block, PointCodes& into) {
+  Reader(layout, parts, block).point_codes(into);
 }
 
 template <typename Reader>
@@ -150,6 +157,7 @@ constexpr Functions scalar_functions(PackRow pack_row) {
   Functions of{decode_row_scalar<Reader>, pack_row,          dot_rows_scalar<Reader, 1>, dot_rows_scalar<Reader, 4>,
                fill_panel_scalar<Reader>, bytes_of<Reader>()};
   if constexpr (Nested<Reader>) of.sub_scales = sub_scales_at<Reader>;
+  if constexpr (requires { Reader::codebook(); }) of.point_codes = point_codes_at<Reader>;
   return of;
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "matmul/tiles_codebook.h"
 #include "platform/threads.h"
 
 namespace fewbits {
@@ -62,6 +63,7 @@ void write_codes(const Tiling& tiling, const uint8_t* code_of, const Stripe& str
     if (bits >= 4 && bits < 8) into = write_plane<4>(codes, 0, into);
     if (bits == 2 || bits == 3) into = write_plane<2>(codes, 0, into);
     if (bits == 6) into = write_plane<2>(codes, 4, into);
+    if (bits == 1) into = write_plane<1>(codes, 0, into);
     if (bits == 3 || bits == 5) into = write_plane<1>(codes, bits - 1, into);
   }
 }
@@ -147,7 +149,13 @@ size_t Tiling::integer_bytes(size_t blocks) const {
   return units(blocks) * kStripe * (bytes.scales == Scales::kSixBits ? 6 : 8) / 8;
 }
 
+size_t Tiling::block_bytes() const {
+  if (bytes.codebook) return CodebookTiling(*bytes.codebook, bytes.by_16).block_bytes();
+  return kStripe * 32 / 8 * bits();
+}
+
 size_t Tiling::header_bytes(size_t blocks) const {
+  if (bytes.codebook) return CodebookTiling(*bytes.codebook, bytes.by_16).scales;
   if (nested()) {
     const size_t sets = bytes.offsets && bytes.scales != Scales::kFourBits ? 2 : 1;
     return (bytes.offsets ? 4 : 2) * kStripe + sets * integer_bytes(blocks);
@@ -163,6 +171,7 @@ size_t Tiling::stripe_bytes() const {
 
 TileFunctions find_tiles([[maybe_unused]] const char* isa, [[maybe_unused]] const ByteTraits& bytes) {
 #if defined(__x86_64__)
+  if (bytes.codebook) return !std::strcmp(isa, "avx512") ? tiles_codebook_avx512(bytes) : TileFunctions{};
   if (!std::strcmp(isa, "avx512")) return tiles_avx512(bytes);
   if (!std::strcmp(isa, "avx2")) return tiles_avx2(bytes);
 #endif
@@ -176,12 +185,17 @@ size_t tiled_bytes(const Kernel& kernel, size_t weights, size_t cols) {
 
 bool tile(const Kernel& kernel, const PackedWeight& weight, size_t weights, size_t cols, uint8_t* into, int threads) {
   const Tiling tiling(kernel, cols);
+  if (tiling.bytes.codebook) {
+    tile_codebook(kernel, weight, weights, cols, into, threads);
+    return true;
+  }
   const Kernel* const scalar = find_kernel(kernel.layout.format, "scalar");
   const size_t stripe_bytes = tiling.stripe_bytes(), panels = (weights + kPanelRows - 1) / kPanelRows;
   uint8_t code_of[256];
   // AVX2's panels hold 8-bit codes as signed bytes
   const size_t above = !std::strcmp(kernel.isa, "avx2") && tiling.bytes.bits == 8 ? tiling.bytes.zero : 0;
   for (size_t i = 0; i < 256; ++i) code_of[i] = static_cast<uint8_t>(i + above);
+  if (tiling.bytes.doubled) code_of[2] = 1;
   if (tiling.bytes.levels)
     for (size_t i = 16; i-- > 0;) code_of[(tiling.bytes.levels[i] - above) & 255] = static_cast<uint8_t>(i);
   std::atomic<bool> fits = true;

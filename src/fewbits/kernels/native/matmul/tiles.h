@@ -26,7 +26,7 @@ struct Tiling {
 
   Tiling(const Kernel& kernel, size_t cols);
 
-  int bits() const { return bytes.levels ? 4 : bytes.bits; }
+  int bits() const { return bytes.levels ? 4 : bytes.doubled ? 1 : bytes.bits; }
   size_t units(size_t blocks) const { return bytes.by_16 ? 2 * blocks : blocks; }
   size_t runs(size_t blocks) const { return (32 * blocks + run - 1) / run; }
   size_t unit_of_run() const { return run / (bytes.by_16 ? 16 : 32); }
@@ -34,7 +34,7 @@ struct Tiling {
 
   size_t integer_bytes(size_t blocks) const;  // of nested scales, or of their minima
   size_t header_bytes(size_t blocks) const;
-  size_t block_bytes() const { return kStripe * 32 / 8 * bits(); }
+  size_t block_bytes() const;
   size_t chunk_bytes(size_t blocks) const { return header_bytes(blocks) + blocks * block_bytes(); }
   size_t stripe_bytes() const;
   size_t stripes(size_t weights) const { return (weights + kStripe - 1) / kStripe; }

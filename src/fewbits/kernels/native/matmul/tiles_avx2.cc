@@ -26,6 +26,8 @@ FEWBITS_AVX2_INLINE void read_steps(const uint8_t* at, const uint8_t* levels, __
     read_plane<4, 0, false>(at, steps);
     if constexpr (kBits == 5) read_plane<1, 4, true>(at + 256, steps);
     if constexpr (kBits == 6) read_plane<2, 4, true>(at + 256, steps);
+  } else if constexpr (kBits == 1) {
+    read_plane<1, 1, false>(at, steps);  // bytes of 0 and 2
   } else {
     read_plane<2, 0, false>(at, steps);
     if constexpr (kBits == 3) read_plane<1, 2, true>(at + 128, steps);
@@ -225,6 +227,7 @@ TileFunctions of_bits(const ByteTraits& bytes) {
 }  // namespace
 
 TileFunctions tiles_avx2(const ByteTraits& bytes) {
+  if (bytes.doubled) return of_bits<1>(bytes);
   if (bytes.levels) return bytes.bits == 8 ? of_bits<4, 8>(bytes) : of_bits<4, 5>(bytes);
   switch (bytes.bits) {
     case 2:

@@ -29,6 +29,8 @@ FEWBITS_AVX512_INLINE __m512i step_of(const uint8_t* codes, __m512i levels_u8x64
   constexpr int kFirst = kBits >= 4 ? 4 : 2;
   if constexpr (kBits == 8)
     return load_64(codes + 64 * kStep);
+  else if constexpr (kBits == 1)  // bytes of 0 and 2
+    return step_of_plane<kStep, 1, 1>(codes);
   else if constexpr (kLevels)
     return _mm512_shuffle_epi8(levels_u8x64, step_of_plane<kStep, kFirst, 0>(codes));
   else if constexpr (kBits == kFirst)
@@ -231,6 +233,7 @@ TileFunctions of_bits(const ByteTraits& bytes) {
 
 TileFunctions tiles_avx512(const ByteTraits& bytes) {
   if (bytes.levels) return of_bits<4, true>(bytes);
+  if (bytes.doubled) return of_bits<1, false>(bytes);
   switch (bytes.bits) {
     case 2:
       return of_bits<2, false>(bytes);

@@ -53,6 +53,8 @@ def level_in_place(
     That is one instruction instead of a shift, a mask and an OR, provided that the compiler does not know `exponent` (0x4B000000) as a
     constant: the instruction has room for only one. Levels of other kinds are looked up, and their place is 0.
     """
+    if KIND == "signs":
+        return signs(low << (31 - 8 * B - LOW * s))
     if KIND == "e2m1":
         return e2m1(low >> (8 * B + LOW * s))
     if KIND == "e4m3":
@@ -102,6 +104,8 @@ def level(code, KIND: tl.constexpr, FIRST: tl.constexpr):
         return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 - FIRST)
     if KIND == "non-linear":
         return to_float(_non_linear(code)) + FIRST
+    if KIND == "signs":
+        return signs(code << 31)
     if KIND == "e2m1":
         return e2m1(code)
     if KIND == "e5m2":
@@ -120,6 +124,12 @@ def _non_linear(code):
     low = tl.where(code & 4 != 0, 0x75695C4E, 0x3E2C1700)
     high = tl.where(code & 4 != 0, 0xF0D8C4B4 - 0x100000000, 0xA5988C80 - 0x100000000)
     return (tl.where(code & 8 != 0, high, low) >> ((code & 3) * 8)) & 255
+
+
+@triton.jit
+def signs(code):
+    """1 where the uppermost bit is set, else -1: the bits of -1, with the sign turned."""
+    return ((code & -0x80000000) ^ -0x40800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

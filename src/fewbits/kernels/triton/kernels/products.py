@@ -74,16 +74,7 @@ def matrix(
             columns = k + j
             part = tl.load(x + x_start[None, :] + columns[:, None], mask=there[None, :] & (columns < cols)[:, None], other=0.0)
             sums = tl.dot(w.to(part.dtype), part, sums)
-    where = m.to(tl.int64)[None, :] * rows + n[:, None]
-    kept = there[None, :] & inside[:, None]
-    if SPLIT > 1:
-        tl.store(partial + tl.program_id(2).to(tl.int64) * tokens * rows + where, sums, mask=kept)
-    else:
-        if bias is not None:
-            sums += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
-        if residual is not None:
-            sums += tl.load(residual + where, mask=kept, other=0.0).to(tl.float32)
-        tl.store(out + where, sums.to(out.dtype.element_ty), mask=kept)
+    store_sums(sums, n, m, inside, there, rows, tokens, bias, residual, out, partial, SPLIT)
 
 
 @triton.jit
@@ -121,7 +112,27 @@ def vector(
             sums += four * scale
             if offset is not None:
                 sums += ((x0 + x1) + (x2 + x3))[None, :] * offset
-    total = tl.sum(sums, 1)
+    store_row_sums(tl.sum(sums, 1), n, inside, rows, bias, residual, out, partial, SPLIT)
+
+
+@triton.jit
+def store_sums(sums, n, m, inside, there, rows, tokens, bias, residual, out, partial, SPLIT: tl.constexpr):
+    """The end of a product of several tokens: (rows, tokens) to their places, or to those of this split."""
+    where = m.to(tl.int64)[None, :] * rows + n[:, None]
+    kept = there[None, :] & inside[:, None]
+    if SPLIT > 1:
+        tl.store(partial + tl.program_id(2).to(tl.int64) * tokens * rows + where, sums, mask=kept)
+    else:
+        if bias is not None:
+            sums += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if residual is not None:
+            sums += tl.load(residual + where, mask=kept, other=0.0).to(tl.float32)
+        tl.store(out + where, sums.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def store_row_sums(total, n, inside, rows, bias, residual, out, partial, SPLIT: tl.constexpr):
+    """The end of a product of one token."""
     if SPLIT > 1:
         tl.store(partial + tl.program_id(1).to(tl.int64) * rows + n, total, mask=inside)
     else:

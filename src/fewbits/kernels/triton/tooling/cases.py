@@ -20,12 +20,12 @@ from fewbits.kernels.triton.call import Call
 from fewbits.kernels.triton.device import Device
 from fewbits.kernels.triton.eight_bits import Product
 from fewbits.kernels.triton.kv_cache import PackedCache
-from fewbits.kernels.triton.layout import TILE, Planar
+from fewbits.kernels.triton.layout import TILE, Field, Planar
 
 SHAPE = (4096, 4096)
 FORMATS = (
     "int4_g128", "int4_g32_asym", "int8_channel", "int8_g64_asym", "q4_0", "q8_0", "q4_k", "q6_k", "q3_k", "mxfp4", "fp8_e4m3_channel",
-    "fp8_e5m2_channel",
+    "fp8_e5m2_channel", "q1_0", "q2_0", "iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s",
 )  # fmt: skip
 # fewer of bfloat16: only the conversion before the product differs
 _VARIANTS = (("float16", 1), ("float16", 16), ("float16", 64), ("float16", 256), ("bfloat16", 1), ("bfloat16", 64))
@@ -35,7 +35,7 @@ _VARIANTS = (("float16", 1), ("float16", 16), ("float16", 64), ("float16", 256),
 class Case:
     name: str
     call: Callable[[Device], Call]
-    packed: tuple[str, ...] = ()  # the arguments that must be loaded 8 bytes or more at once
+    packed: tuple[str, ...] = ()  # the arguments that must be loaded 8 bytes or more at once; points are looked up instead
     tensor_cores: Literal["none", "any", "best"] = "none"  # best: the architecture's fastest, which takes 64 rows on sm_90 and sm_100
     operands: Literal["half", "int8", "float8"] = "half"  # what tensor cores multiply; float8 only where the architecture can
     bytes_per_weight: float | None = None
@@ -61,7 +61,7 @@ def _product(name: str, dtype: str, tokens: int) -> Case:
         return linear.calls(x, _weight(name), None, None, out, device)[0]
 
     return Case(
-        f"product {name} {dtype} {tokens}", call, ("planes",), "best" if tokens > 1 else "none",
+        f"product {name} {dtype} {tokens}", call, ("planes",) if layout.planes else (), "best" if tokens > 1 else "none",
         bytes_per_weight=layout.nbytes(SHAPE) / (SHAPE[0] * SHAPE[1]),
     )  # fmt: skip
 
@@ -130,9 +130,14 @@ def _attention(name: str) -> list[Case]:
 def _weight(name: str) -> Planar:
     layout, (rows, cols) = repack.of(formats.get(name)), SHAPE
     planes = tuple(_meta((rows, cols * bits // 8), torch.uint8) for bits in layout.planes)
-    grid = tuple(_meta((cols // field.group if field.group else 1, rows), getattr(torch, field.stored)) for field in layout.fields)
+    grid = tuple(_meta(_entries(field, bool(layout.planes)), getattr(torch, field.stored)) for field in layout.fields)
     assert cols % TILE == 0
     return Planar(layout, SHAPE, planes, grid)
+
+
+def _entries(field: Field, has_planes: bool) -> tuple[int, ...]:
+    rows, cols = SHAPE
+    return (cols // field.group if field.group else 1, rows) if has_planes else (cols // TILE, rows, TILE // field.group)
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits.errors import MissingError
 from fewbits.kernels.triton import missing as triton_missing
 from fewbits.kernels.triton import tile_shapes
+from fewbits.kernels.triton.layout import TILE
 from fewbits.kernels.triton.tooling import gpus
 
 if TYPE_CHECKING:
@@ -111,12 +112,12 @@ def compile_one(name: str, architecture: str) -> CompiledKernel:
 def _per_weight(call: Call, compiled: Any, lanes: int) -> float | None:
     from fewbits.kernels.triton.tooling import assembly
 
-    if call.kernel.__name__ != "vector" or "cubin" not in compiled.asm:
+    if call.kernel.__name__ not in ("vector", "vector_of_points") or "cubin" not in compiled.asm:
         return None
     count, constants = assembly.loop_instructions(compiled.asm["cubin"]), call.constants
-    narrowest = constants["HIGH"] or constants["LOW"]
-    weights = constants["ROWS"] * constants["WIDTH"] * (8 // narrowest) / (lanes * call.warps)  # per lane and iteration
-    return None if count is None else count / weights
+    # an iteration has a tile of points, or WIDTH columns of each sub-tile
+    columns = constants["WIDTH"] * (8 // (constants["HIGH"] or constants["LOW"])) if "WIDTH" in constants else TILE
+    return None if count is None else count * lanes * call.warps / (constants["ROWS"] * columns)
 
 
 def _problem(case: Case, architecture: str, inspected: Inspection, loads: Mapping[str, list[int]], resident: int) -> str | None:

@@ -46,6 +46,8 @@ def config_of(fields: Mapping[str, Any], tensors: Collection[str], factors: Mapp
             settings["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     if row.model_type == "llama":
         settings |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    if row.model_type == "mistral":
+        settings["sliding_window"] = None  # llama.cpp attends to all positions
     if row.model_type == "qwen2_moe":
         settings["qkv_bias"] = "blk.0.attn_q.bias" in tensors
     if row.windows:
@@ -62,11 +64,15 @@ def config_of(fields: Mapping[str, Any], tensors: Collection[str], factors: Mapp
 
 
 def _row_of(fields: Mapping[str, Any]) -> Architecture:
-    """Several architectures of transformers are one of llama.cpp's: a Mistral is read as a Llama, which computes the same, and a mixture
-    under that name as a Mixtral."""
+    """Several architectures of transformers are one of llama.cpp's: a Mistral is read as a Llama, which computes the same, unless
+    transformers lets no Llama have so many heads at this width; a mixture under that name is read as a Mixtral."""
     name = fields.get("general.architecture")
     mixture = bool(fields.get(f"{name}.expert_count"))
-    row = next((row for row in KNOWN if row.gguf == name and ("expert_count" in row.keys) == mixture), None)
+    rows = [row for row in KNOWN if row.gguf == name and ("expert_count" in row.keys) == mixture]
+    width, heads = (fields.get(f"{name}.{key}") for key in ("embedding_length", "attention.head_count"))
+    if isinstance(width, int) and isinstance(heads, int) and heads > 0 and width % heads:
+        rows = [row for row in rows if row.model_type != "llama"]
+    row = next(iter(rows), None)
     if row is None:
         known = ", ".join(dict.fromkeys(row.gguf for row in KNOWN))
         raise UnknownKindError(f"the architecture `{name}` is not known here", f"known ones: {known}; {_ELSEWHERE}")

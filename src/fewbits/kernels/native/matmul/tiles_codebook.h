@@ -1,0 +1,52 @@
+// Tiles of codebook formats: the fields of a super-block as they are stored, 16 rows of them together, so that nothing grows.
+//
+// A chunk is 256 columns of 16 rows:
+//
+//     d        [16 rows] float16
+//     scales   per 16 columns: [8 blocks][16 rows] a nibble for each half of a block, the first low
+//              per 32 columns: [4][16 rows] a nibble for each of two blocks, the even one low; of iq1_s, the shift above the scale
+//     blocks   eight of 32 columns
+//
+// iq2_xxs and iq3_xxs have a bit of the scale beside seven signs instead; iq1_m has its four words [4][16 rows] instead of d and
+// scales. A block is
+//
+//     index    low eight bits, in registers of 64 bytes
+//     signs    64 bytes; seven are above a bit of the scale (iq2_xxs, iq3_xxs) or the ninth bit of the index (iq2_xs)
+//     high     bits of the index beyond eight, 1 to 3 for each byte of `index`, in its order; of iq1_m the shift is a fourth
+//
+// A group is 16 columns. Points of eight: a quarter of a register is [group of 2][4 rows][2 points], so that interleaving a table's
+// first four coordinates with its last four gives a register for each group, whose lane is a row, and a lane's bytes are columns
+// c, c + 8, c + 4, c + 12 for c in 0..3. Points of four are stored in that order: a register for each group, its lane a row,
+// bytes the points 0, 2, 1, 3. Signs are like points of eight.
+#pragma once
+
+#include "formats/codebook.h"
+#include "matmul/tiles.h"
+
+namespace fewbits {
+
+struct CodebookTiling {
+  size_t registers;  // of indices, in a block
+  size_t signs;      // bytes of a block
+  size_t high_bits;  // for each byte of index, stored apart
+  size_t scales;     // bytes of a chunk, with d
+
+  CodebookTiling(const Codebook& codebook, bool by_16);
+
+  size_t high_bytes() const { return registers * 8 * high_bits; }
+  size_t block_bytes() const { return 64 * registers + signs + high_bytes(); }
+};
+
+// Where point `place` of row `row` of a block is, among the bytes of its registers; and where a byte of eight signs is.
+constexpr size_t place_of_eight(size_t row, size_t place) { return 16 * (row / 4) + 8 * (place / 2) + 2 * (row % 4) + place % 2; }
+constexpr size_t place_of_four(size_t row, size_t place) {
+  return 64 * (place / 4) + 4 * row + (place % 4 == 1 || place % 4 == 2 ? 3 - place % 4 : place % 4);
+}
+
+void tile_codebook(const Kernel& kernel, const PackedWeight& weight, size_t weights, size_t cols, uint8_t* into, int threads);
+
+#if defined(__x86_64__)
+TileFunctions tiles_codebook_avx512(const ByteTraits& bytes);  // all null without VBMI
+#endif
+
+}  // namespace fewbits

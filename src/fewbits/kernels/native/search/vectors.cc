@@ -1,0 +1,165 @@
+// The Python bindings of codes for vectors: check every size, release the interpreter lock, and share rows among threads.
+#include "search/vectors.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "platform/avx512.h"
+#include "platform/threads.h"
+#include "search/quantize.h"
+
+namespace nb = nanobind;
+
+namespace fewbits {
+namespace vectors {
+namespace {
+
+using quantize::needs;
+template <typename Number, size_t kDimensions>
+using Array = nb::ndarray<Number, nb::ndim<kDimensions>, nb::c_contig, nb::device::cpu>;
+using Matrix = Array<const float, 2>;
+using List = Array<const float, 1>;
+
+const Searches& find(const std::string& isa) {
+#if defined(__x86_64__)
+  if (isa == "avx512" && has_avx512()) return avx512_searches;
+  if (isa == "avx2" && has_avx2()) return avx2_searches;
+#endif
+  if (isa == "scalar") return scalar_searches;
+  throw std::invalid_argument("no " + isa + " kernel knows codes of vectors here");
+}
+
+// A codebook and the memory that it points to.
+struct OwnedBook {
+  std::vector<uint16_t> starts, index;
+  std::vector<uint8_t> second;
+  std::vector<float> grid;
+  Book book;
+
+  OwnedBook(size_t dimension, int signs, const std::vector<float>& shifts, const std::vector<float>& levels,
+            const std::vector<int>& given_starts, const std::vector<int>& given_second, const std::vector<int>& given_index,
+            const Matrix& points)
+      : starts(given_starts.begin(), given_starts.end()),
+        index(given_index.begin(), given_index.end()),
+        second(given_second.begin(), given_second.end()),
+        grid(points.data(), points.data() + points.size()) {
+    const size_t width = points.shape(1), count = points.shape(0), halves = starts.empty() ? 0 : starts.size() - 1;
+    needs((dimension == 4 || dimension == 8) && (width == 4 || width == 8) && dimension % width == 0, "vectors have 4 or 8 weights");
+    needs(levels.size() == (width == 8 ? 3 : 8) && halves == (width == 8 ? 81 : 64), "a half is four of three levels or two of eight");
+    needs(count >= 2 && count <= 4096 && index.size() == count && second.size() == count, "each point has a number and a half");
+    needs(std::is_sorted(starts.begin(), starts.end()) && starts.front() == 0 && starts.back() == count, "points are in order");
+    needs(std::all_of(index.begin(), index.end(), [&](size_t i) { return i < count; }), "a number is that of a point");
+    needs(std::all_of(second.begin(), second.end(), [&](size_t i) { return i < halves; }), "a half is one of them");
+    needs(signs >= 0 && signs <= 2 && (shifts.empty() || (shifts.size() == 2 && signs == 0)), "there are two shifts or none");
+    int bits = 0;
+    while (size_t{1} << bits < count) ++bits;
+    book = {dimension, width, static_cast<Signs>(signs), {}, shifts.size(), bits, levels.size(), {}, halves,
+            starts.data(), second.data(), index.data(), grid.data()};
+    std::copy(shifts.begin(), shifts.end(), book.shifts);
+    std::copy(levels.begin(), levels.end(), book.levels);
+  }
+  OwnedBook(const OwnedBook&) = delete;
+  OwnedBook& operator=(const OwnedBook&) = delete;
+};
+
+// Calls work(begin, end) over all rows; shares are whole registers of rows, so that no result depends on the number of threads.
+template <typename Work>
+void in_shares(size_t rows, size_t weights, size_t together, int threads, const Work& work) {
+  constexpr size_t kWorthAThread = 1 << 11;
+  const size_t tiles = (rows + together - 1) / together;
+  const size_t shares = shares_of(threads, std::min(tiles, weights / kWorthAThread));
+  run_shares(shares, [&](size_t i) {
+    const size_t begin = tiles * i / shares * together, end = std::min(rows, tiles * (i + 1) / shares * together);
+    if (begin < end) work(begin, end);
+  });
+}
+
+void nearest(const std::string& isa, const OwnedBook& owned, const Matrix& x, const List& weight, Array<int32_t, 2> codes,
+             int threads) {
+  const Searches& searches = find(isa);
+  const size_t rows = x.shape(0), cols = x.shape(1), d = owned.book.dimension;
+  needs(cols % d == 0 && weight.shape(0) == cols && codes.shape(0) == rows && codes.shape(1) == cols / d,
+        "there is a code for each vector, and an importance for each column");
+  nb::gil_scoped_release released;
+  in_shares(rows, rows * cols, searches.lanes, threads, [&](size_t begin, size_t end) {
+    searches.nearest(owned.book, x.data(), weight.data(), cols, begin, end, codes.data());
+  });
+}
+
+void fit(const std::string& isa, const OwnedBook& owned, const std::vector<size_t>& sizes, const std::vector<float>& numbers,
+         const Matrix& x, const List& weight, Array<int8_t, 2> sub, std::optional<Array<int8_t, 2>> shift, Array<uint16_t, 2> d,
+         int threads) {
+  const Searches& searches = find(isa);
+  needs(sizes.size() == 3 && numbers.size() == 5, "a search has three sizes and five numbers");
+  const Fit given{sizes[0], sizes[1], sizes[2], numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
+  const size_t rows = x.shape(0), cols = x.shape(1);
+  needs((given.group == 16 || given.group == 32) && given.trials >= 2 && given.largest >= 1 && given.largest <= 127,
+        "a group has 16 or 32 weights");
+  needs(cols % kBlock == 0 && weight.shape(0) == cols, "blocks have 256 columns, each with an importance");
+  needs(sub.shape(0) == rows && sub.shape(1) == cols / given.group && d.shape(0) == rows && d.shape(1) == cols / kBlock,
+        "there is an integer for each group and a scale for each block");
+  needs(!shift == (given.group_shift == 0) && (!shift || (shift->shape(0) == rows && shift->shape(1) == cols / given.group)),
+        "there is a shift for each group, or none");
+  nb::gil_scoped_release released;
+  const FitRows of{x.data(), weight.data(), cols, sub.data(), shift ? shift->data() : nullptr, d.data()};
+  in_shares(rows, rows * cols, 2 * searches.lanes, threads,
+            [&](size_t begin, size_t end) { searches.fit(owned.book, given, of, begin, end); });
+}
+
+void visit(const std::string& isa, const OwnedBook& owned, const Matrix& targets, const Matrix& weights, Array<float, 2> errors,
+           Array<int32_t, 2> codes, const Matrix& scale, const std::optional<Matrix>& offset, const Matrix& coupling,
+           const Matrix& metric, bool keep, int attempts, int threads) {
+  const Searches& searches = find(isa);
+  const size_t columns = targets.shape(0), rows = targets.shape(1), d = owned.book.dimension;
+  const auto is = [](const auto& array, size_t first, size_t second) {
+    return array.shape(0) == first && array.shape(1) == second;
+  };
+  needs(columns <= kMostColumns && columns % d == 0, "a tile has whole vectors, 128 columns at most");
+  needs(is(weights, columns, rows) && is(errors, columns, rows) && is(scale, columns, rows) && is(codes, columns / d, rows) &&
+            (!offset || is(*offset, columns, rows)) && is(coupling, columns, columns) && is(metric, columns, d),
+        "the arrays of a tile do not belong together");
+  const Book& book = owned.book;
+  for (size_t i = 0; keep && i < codes.size(); ++i) {
+    const int32_t code = codes.data()[i];
+    const int bits = static_cast<int>(d / book.width) * book.index_bits +
+                     (book.signs == Signs::kInPoints ? (book.shift_count ? 1 : 0) : static_cast<int>(d));
+    needs(code >= 0 && code < 1 << bits, "a code is beyond the codebook");
+  }
+  nb::gil_scoped_release released;
+  const Tile tile{columns,         rows,         targets.data(), weights.data(),
+                  errors.data(),   codes.data(), scale.data(),   offset ? offset->data() : nullptr,
+                  coupling.data(), metric.data(), keep,          attempts};
+  in_shares(rows, rows * columns, searches.lanes, threads,
+            [&](size_t begin, size_t end) { searches.visit(book, tile, begin, end); });
+}
+
+}  // namespace
+}  // namespace vectors
+
+void register_vectors(nb::module_& m) {
+  using vectors::OwnedBook;
+  nb::class_<OwnedBook>(m, "VectorBook")
+      .def(nb::init<size_t, int, const std::vector<float>&, const std::vector<float>&, const std::vector<int>&,
+                    const std::vector<int>&, const std::vector<int>&, const vectors::Matrix&>());
+  // noconvert: a mismatched array must be refused, because a silent copy would be written instead of the caller's memory.
+  m.def("nearest_vectors", &vectors::nearest, nb::arg("isa"), nb::arg("book"), nb::arg("x").noconvert(),
+        nb::arg("weight").noconvert(), nb::arg("codes").noconvert(), nb::arg("threads"));
+  m.def("fit_vectors", &vectors::fit, nb::arg("isa"), nb::arg("book"), nb::arg("sizes"), nb::arg("numbers"),
+        nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("sub").noconvert(), nb::arg("shift").noconvert().none(),
+        nb::arg("d").noconvert(), nb::arg("threads"));
+  m.def("visit_vectors", &vectors::visit, nb::arg("isa"), nb::arg("book"), nb::arg("targets").noconvert(),
+        nb::arg("weights").noconvert(), nb::arg("errors").noconvert(), nb::arg("codes").noconvert(), nb::arg("scale").noconvert(),
+        nb::arg("offset").noconvert().none(), nb::arg("coupling").noconvert(), nb::arg("metric").noconvert(), nb::arg("keep"),
+        nb::arg("attempts"), nb::arg("threads"));
+}
+
+}  // namespace fewbits
