@@ -161,7 +161,7 @@ class Run:
     def measure(self, statistics: Statistics | ImportanceMatrix | None) -> Sensitivity:
         """The table of this model and text, from the work folder if it is there."""
         asked = self.request
-        candidates = pricing.candidates_for(self.subject, asked.target, asked.constraints.formats, asked.constraints.overrides)
+        candidates = pricing.worth_measuring(self.subject, asked.target, asked.budget, asked.constraints)
         if isinstance(statistics, Statistics):
             table = sensitivity.measure(
                 self.subject, statistics, candidates, asked.method, cache=self.cache, crew=self.crew, progress=self.progress
@@ -259,12 +259,11 @@ def _text(request: Request, source: Model, plan: Plan | None) -> Text:
 
 
 def _work(request: Request, source: Model, text: Text, plan: Plan | None) -> Work:
-    constraints = request.constraints
     return Work(
         samples=len(text.samples.ids) if text.samples and request.statistics is None else 0,
         length=max(map(len, text.samples.ids)) if text.samples else windows.window_length(source.config, request.length),
         buffer=request.memory,
-        formats=0 if plan else len(pricing.candidates_for(source, request.target, constraints.formats, constraints.overrides)),
+        formats=0 if plan else len(pricing.worth_measuring(source, request.target, request.budget, request.constraints)),
         feedback=request.method != "rtn",
         makes=request.rounds if plan is None and request.budget.by_accuracy else 1,
         verified=0 if request.no_verify else request.tokens,

@@ -25,12 +25,13 @@ from fewbits import embedded, formats, model
 from fewbits.benchmarks.peers import ggml
 from fewbits.formats import Format
 from fewbits.formats.search import Groups
-from fewbits.formats.storage.codes import decode, encode
+from fewbits.formats.storage.codes import decode
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="pip install fewbits[llamacpp]")
 
 Kinds = dict[str, list[tuple[Tensor, Tensor]]]  # weights, each with an importance per column
 Rows = dict[str, dict[tuple[str, str], float]]  # type -> (kind, plain or weighted) -> ratio
+ROWS_OF_VECTORS = 16  # ggml's search for points takes a second for half a million weights
 K_TYPES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 
 
@@ -57,7 +58,7 @@ def test_the_scale_of_a_super_block_is_the_least_squares_one_for_its_codes(name:
     fmt, source = formats.get(name), torch.Generator().manual_seed(10)
     w, importance = torch.randn(8, 512, generator=source), (1.2 * torch.randn(512, generator=source)).exp()
     grid = fmt.fit(w, importance)
-    codes = encode(w, fmt.levels or (), *fmt.affine(grid))
+    codes = fmt.encode(w, grid)
     per_d, per_dmin = fmt.affine({entry: torch.ones_like(v) if v.is_floating_point() else v for entry, v in grid.items()})
     unit = [decode(codes, fmt.levels, per_d)] + ([] if per_dmin is None else [per_dmin])
     root = importance.sqrt().repeat(8).reshape(-1, 256, 1).double()
@@ -112,8 +113,10 @@ def ratios(fmt: Format, kinds: Kinds) -> dict[tuple[str, str], float]:
         for w, importance in cases:
             if fmt.fits((w.shape[0], w.shape[1])):
                 continue
+            name, w = GGML_NAMES[fmt.name], w[:ROWS_OF_VECTORS] if fmt.dimension > 1 else w
             weigh = importance if weighted else None
-            stored = ggml.quantize(GGML_NAMES[fmt.name], w.numpy(), None if weigh is None else weigh.numpy())
+            told = torch.ones_like(importance) if weigh is None and ggml.needs_importance(name) else weigh
+            stored = ggml.quantize(name, w.numpy(), None if told is None else told.numpy())
             square = (judged(fmt, stored).reshape(w.shape) - w).double().square()
             theirs = (square if weigh is None else square * weigh).sum()
             each.append((error_of(fmt, w, weigh) / theirs).item())
@@ -135,11 +138,22 @@ def printed(rows: Rows) -> str:
     return "\nsquared error, ours / ggml's, mean over matrices\n" + "\n".join(lines) + "\n"
 
 
+def worse(rows: Rows) -> dict[tuple[str, str, str], float]:
+    """Where ours is above ggml's. With two levels and equal importance both are the mean of 128 magnitudes, added in another order: off by
+    2^-17 of it at most, which may round to the other of two float16 that are equally near. By that one error is above the other by
+    4 * 2^-11 * 2^-17 of the mean's square, and both are above a quarter of this (a Gaussian's 0.57)."""
+    return {
+        (name, *column): ratio
+        for name, row in rows.items()
+        for column, ratio in row.items()
+        if ratio > (1 + 2**-24 if (name, column[1]) == ("q1_0", "plain") else 1)
+    }
+
+
 def test_our_error_is_at_most_ggmls(record_property: Callable[[str, object], None]) -> None:
     rows = table(matrices())
     record_property("table", printed(rows))
-    worse = {(name, *column): ratio for name, row in rows.items() for column, ratio in row.items() if ratio > 1}
-    assert not worse
+    assert not worse(rows)
     assert max(math.fsum(rows[name].values()) / len(rows[name]) for name in K_TYPES) <= 0.97
 
 
@@ -155,7 +169,7 @@ def test_our_error_is_at_most_ggmls_on_minilm(tmp_path: Path, record_property: C
     weights = [w.float()[:96] for name, w in sorted(load_file(tmp_path / "m.safetensors").items()) if w.ndim == 2 and "layer" in name]
     rows = table({"minilm": [(w, (1.2 * torch.randn(w.shape[1], generator=source)).exp()) for w in weights]})
     record_property("table", printed(rows))
-    assert all(ratio <= 1 for row in rows.values() for ratio in row.values())
+    assert not worse(rows)
 
 
 if __name__ == "__main__":

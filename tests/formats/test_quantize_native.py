@@ -12,7 +12,6 @@ from torch import Tensor
 from fewbits import embedded, formats
 from fewbits.devices import processor
 from fewbits.formats import Format
-from fewbits.formats.storage.codes import encode
 from fewbits.kernels import quantize
 
 Parts = dict[str, Tensor]
@@ -20,7 +19,7 @@ ISAS = [] if processor.native_missing() else list(processor.native().search_isas
 pytestmark = pytest.mark.skipif(not ISAS, reason="there is no native module")
 
 GGML_NAMES = {
-    **{name: name for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "iq4_xs", "mxfp4")},
+    **{name: name for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "iq4_xs", "mxfp4", "q2_0")},
     **{f"q{bits}_k": f"q{bits}_K" for bits in (2, 3, 4, 5, 6)},
 }
 INTEGERS = tuple(f"int{bits}_g{group}" for bits in (4, 8) for group in (32, 64, 128))
@@ -40,11 +39,10 @@ def _random(shape: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
 
 def _slowly(monkeypatch: pytest.MonkeyPatch, fmt: Format, w: Tensor, importance: Tensor | None) -> Parts:
     """torch's own, step by step."""
-    assert fmt.levels
     with monkeypatch.context() as forced:
         forced.setenv("FEWBITS_KERNEL", "reference")
         grid = fmt.fit(w, importance)
-        return fmt.pack(encode(w, fmt.levels, *fmt.affine(grid)), grid)
+        return fmt.pack(fmt.encode(w, grid, importance), grid)
 
 
 def _quickly(monkeypatch: pytest.MonkeyPatch, isa: str, fmt: Format, w: Tensor, importance: Tensor | None) -> Parts | None:

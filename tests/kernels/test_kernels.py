@@ -18,7 +18,6 @@ from fewbits.benchmarks.peers import ggml
 from fewbits.devices import processor
 from fewbits.errors import InputError
 from fewbits.formats import Format, Shape
-from fewbits.formats.storage.codes import decode
 from fewbits.kernels import Kernel, reference, triton
 
 if TYPE_CHECKING:
@@ -110,8 +109,7 @@ def test_pack_equals_the_reference_and_decode_undoes_it(kernel: Kernel, rows: in
         name: (getattr(torch, spec.dtype), spec.shape) for name, spec in fmt.parts(shape).items()
     }
     assert same_parts(parts, fmt.pack(codes, grid))
-    scale, offset = fmt.affine(grid)
-    assert torch.equal(bits(kernel.decode(parts, shape)), bits(decode(fmt.unpack(parts)[0], fmt.levels, scale, offset)))
+    assert torch.equal(bits(kernel.decode(parts, shape)), bits(fmt.decode(fmt.unpack(parts)[0], grid)))
 
 
 @over(NATIVE)
@@ -193,7 +191,8 @@ def test_parts_of_the_wrong_size_are_refused(kernel: Kernel) -> None:
             if kernel.multiplies:
                 with pytest.raises(ValueError, match=name):
                     kernel.matmul(torch.ones(2, 512), {**parts, name: wrong}, shape)
-    for name, entry in grid.items() if not fmt.tensor_wide else ():  # what rows share is packed by the reference
+    by_reference = fmt.tensor_wide or not kernel.entry_here().packs  # tensor_wide: what rows share
+    for name, entry in () if by_reference else grid.items():
         for wrong in (entry[:, :-1], torch.cat([entry, entry[:, :1]], 1), entry[:2]):
             with pytest.raises(ValueError, match=name):
                 kernel.pack(codes, {**grid, name: wrong})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from fewbits.kernels.tiles import tiled
 
 MULTIPLIED = [name for name, fmt in formats.all().items() if kernels.bind(fmt, (256, 256)).multiplies]
 SHAPES = [(1, 256), (16, 512), (33, 768), (7, 544), (50, 288), (40, 100), (129, 1280)]  # stripes and chunks that end early
+PROCESSOR = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 TILING = [backend for backend in ("native-avx512", "native-avx2") if kernels.Kernel("q4_0", backend).runs_here() is None]
 pytestmark = pytest.mark.skipif(not TILING, reason="no instruction set of this processor multiplies by tiles")
 
@@ -33,6 +36,9 @@ def test_tiles_multiply_as_the_stored_form(name: str, backend: str) -> None:
         parts = methods.get("rtn").quantize(w, fmt).parts
         tiles = tiled(kernel, parts, shape)
         if name == "nvfp4_tensor":  # its scales are products of two floats, which no float16 holds
+            assert tiles is None
+            continue
+        if fmt.dimension > 1 and (backend != "native-avx512" or "avx512_vbmi" not in PROCESSOR):  # points are looked up by permutations
             assert tiles is None
             continue
         assert tiles is not None

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FROM = 0.05  # predicted KL from which on a plan is worth the measurement
+FROM = 0.02  # predicted KL from which on a plan is worth the measurement
 _ALIKE = 0.1  # of the smallest measured strength: there the expansion is taken to be right
 _STEPS = 60  # of a bisection
 

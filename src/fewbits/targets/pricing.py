@@ -11,17 +11,21 @@ from fewbits.errors import InputError
 from fewbits.formats.runtime import kv
 from fewbits.planning import rules
 from fewbits.planning.allocation import allocator
-from fewbits.planning.decision import decide, tensor_bytes
+from fewbits.planning.decision import decide, predicted_kl, tensor_bytes
 from fewbits.sensitivity import Container, Sensitivity
 from fewbits.sensitivity.table import Cell, Scores
 
 if TYPE_CHECKING:
     from fewbits.formats import Format
     from fewbits.model import Model
+    from fewbits.planning.allocation import Allocator
     from fewbits.planning.constraints import Constraints
     from fewbits.planning.decision import Budget, Decision
     from fewbits.targets import Target
 
+_ANY = (256, 256)  # a shape that every format fits
+_FEW_BITS, _MANY_BITS = 2.5, 4.0  # per weight: plans of the latter were never seen to take formats of fewer than the former
+_ACCURATE = 0.02  # KL of such plans, at the most
 _MARGIN = 4096  # bytes by which the text of another plan may be longer than in the dry run
 _TRIES = 8
 
@@ -30,7 +34,28 @@ def check_reachable(source: Model, target: Target, budget: Budget, constraints: 
     """An error if even the smallest formats exceed the budget. Shapes alone tell, so this is checked before hours of calibrating."""
     if budget.by_accuracy:
         return
-    nothing = Cell(0.0, 0.0, "rtn", Scores(0.0, 0.0, 0.0, 0.0))  # only sizes count here
+    some, limit = _by_size(source, target, budget, constraints)
+    if some.least_bytes > limit:
+        some.within_bytes(limit, str(budget))  # raises the error
+
+
+def worth_measuring(source: Model, target: Target, budget: Budget, constraints: Constraints) -> list[Format]:
+    """The candidates, without formats that no plan within the budget would take: measuring one takes time."""
+    every = candidates_for(source, target, constraints.formats, constraints.overrides)
+    if budget.by_accuracy:
+        few_bits = predicted_kl(budget.limits) > _ACCURATE
+    else:
+        some, limit = _by_size(source, target, budget, constraints)
+        few_bits = 8 * limit < _MANY_BITS * some.elements
+    if few_bits or constraints.formats:
+        return every
+    named = {rule.format for rule in rules.parse_all(constraints.overrides, source.weights)}
+    return [fmt for fmt in every if fmt in named or fmt.bits_per_weight(_ANY) >= _FEW_BITS] or every
+
+
+def _by_size(source: Model, target: Target, budget: Budget, constraints: Constraints) -> tuple[Allocator, int]:
+    """An allocator that knows the sizes of formats and no damage, and the bytes that the weights may take."""
+    nothing = Cell(0.0, 0.0, "rtn", Scores(0.0, 0.0, 0.0, 0.0))
     candidates = candidates_for(source, target, constraints.formats, constraints.overrides)
     possible = {
         weight.name: [fmt for fmt in (*candidates, formats.get(weight.dtype)) if fmt.fits(weight.shape) is None]
@@ -39,9 +64,7 @@ def check_reachable(source: Model, target: Target, budget: Budget, constraints: 
     rows = {name: {fmt.name: nothing for fmt in some} for name, some in possible.items()}
     table = Sensitivity(source.path.name, "", (), "rtn", source.weights, rows, source.config.to_dict())
     some = allocator(table, target, constraints)
-    limit = tensor_bytes(table, target, budget, some.elements, 0, kv.get(constraints.kv).name if constraints.kv else None)
-    if some.least_bytes > limit:
-        some.within_bytes(limit, str(budget))  # raises the error
+    return some, tensor_bytes(table, target, budget, some.elements, 0, kv.get(constraints.kv).name if constraints.kv else None)
 
 
 def candidates_for(source: Model, target: Target, names: tuple[str, ...], overrides: tuple[str, ...] = ()) -> list[Format]:
