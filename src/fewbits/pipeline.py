@@ -86,6 +86,7 @@ def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
     if isinstance(source, GgufModel):
         request = _without_checkpoint(request, source)
     plan = request.fixed_plan(subject)
+    request = request.with_tuning(subject, plan)
     text = _text(request, source, plan)
     remarks = _remarks(request, source, subject, text)
     for remark in remarks:
@@ -183,7 +184,8 @@ class Run:
         asked = self.request
         return Maker(
             source=self.subject, text=self.text, statistics=statistics, work=asked.work, cache=self.cache, progress=self.progress,
-            rewrite=asked.rewrite, memory=asked.memory, target=asked.target, sequential=asked.sequential, tune=asked.tune, crew=self.crew,
+            rewrite=asked.rewrite, memory=asked.memory, target=asked.target, sequential=asked.sequential, tune=asked.tune or 0,
+            crew=self.crew,
         )  # fmt: skip
 
     def spend(self, maker: Maker, table: Sensitivity) -> tuple[OutputFile, Verdict | None, Decision, Sequence[Round]]:

@@ -37,8 +37,11 @@ def quantize(
         str, typer.Option("--rewrite", help="Rescale channels first, leaving the function as it is: none, auto, awq or smoothquant.")
     ] = "none",
     tune: Annotated[
-        int, typer.Option("--tune", min=0, help="Then tune scales on each block's output for so many steps; 200 is usual.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--tune", min=0, help="Then tune scales on each block's output for so many steps. Default: 200 below four bits, else 0."
+        ),
+    ] = None,
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Take each block's statistics after the blocks before it were quantized.")
     ] = False,

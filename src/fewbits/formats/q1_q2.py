@@ -1,7 +1,7 @@
 """GGUF's small blocks of one and of two bits: w = d * level, one float16 d. Layout:
 
-    q1_0  18 bytes for 128: d @0, signs[16] @2 (bit i of byte l: column 8l + i).  level = -1 or 1
-    q2_0  18 bytes for 64: d @0, codes[16] @2 (byte l: columns 4l .. 4l+3, the first lowest).  level = q - 1, q in 0..3
+q1_0  18 bytes for 128: d @0, signs[16] @2 (bit i of byte l: column 8l + i).  level = -1 or 1
+q2_0  18 bytes for 64: d @0, codes[16] @2 (byte l: columns 4l .. 4l+3, the first lowest).  level = q - 1, q in 0..3
 """
 
 from __future__ import annotations

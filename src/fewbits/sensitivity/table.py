@@ -71,7 +71,7 @@ class Sensitivity:
     factors: dict[str, Factor] = field(default_factory=dict)  # by kind of weight
     activations: dict[str, dict[str, float]] = field(default_factory=dict)  # weight -> activation -> predicted KL of rounding its input
     kv: dict[str, float] = field(default_factory=dict)  # format of the KV cache -> KL, measured
-    curve: Curve = Curve()  # what the sum of these predictions will be when measured
+    curve: Curve = field(default_factory=Curve)  # what the sum of these predictions will be when measured
     predicts: bool = True  # False: without gradients; `kl` of a cell is then a relative error, which orders formats and predicts no KL
 
     def kl(self, weight: Weight, fmt: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from fewbits.sensitivity.table import Cell, Scores
 if TYPE_CHECKING:
     from fewbits.formats import Format
     from fewbits.model import Model
+    from fewbits.planning import Plan
     from fewbits.planning.allocation import Allocator
     from fewbits.planning.constraints import Constraints
     from fewbits.planning.decision import Budget, Decision
@@ -42,15 +44,24 @@ def check_reachable(source: Model, target: Target, budget: Budget, constraints: 
 def worth_measuring(source: Model, target: Target, budget: Budget, constraints: Constraints) -> list[Format]:
     """The candidates, without formats that no plan within the budget would take: measuring one takes time."""
     every = candidates_for(source, target, constraints.formats, constraints.overrides)
-    if budget.by_accuracy:
-        few_bits = predicted_kl(budget.limits) > _ACCURATE
-    else:
-        some, limit = _by_size(source, target, budget, constraints)
-        few_bits = 8 * limit < _MANY_BITS * some.elements
-    if few_bits or constraints.formats:
+    if constraints.formats or means_few_bits(source, target, budget, constraints):
         return every
     named = {rule.format for rule in rules.parse_all(constraints.overrides, source.weights)}
     return [fmt for fmt in every if fmt in named or fmt.bits_per_weight(_ANY) >= _FEW_BITS] or every
+
+
+def means_few_bits(source: Model, target: Target, budget: Budget, constraints: Constraints) -> bool:
+    """Whether plans within the budget are of fewer than four bits per weight."""
+    if budget.by_accuracy:
+        return predicted_kl(budget.limits) > _ACCURATE
+    some, limit = _by_size(source, target, budget, constraints)
+    return 8 * limit < _MANY_BITS * some.elements
+
+
+def has_few_bits(source: Model, plan: Plan) -> bool:
+    """The same of a plan; weights that stay in float are not counted."""
+    rounded = [weight for weight in source.weights if not formats.get(plan[weight.name].format).is_cast]
+    return 8 * sum(plan[weight.name].nbytes for weight in rounded) < _MANY_BITS * sum(math.prod(weight.shape) for weight in rounded)
 
 
 def _by_size(source: Model, target: Target, budget: Budget, constraints: Constraints) -> tuple[Allocator, int]:

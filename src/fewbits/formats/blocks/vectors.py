@@ -93,7 +93,8 @@ def from_little_endian(packed: Tensor, dtype: str) -> Tensor:
     import torch
 
     wanted = getattr(torch, dtype)
-    return packed.clone(memory_format=torch.contiguous_format).view(wanted).long() & ((1 << 8 * wanted.itemsize) - 1)
+    numbers: Tensor = packed.clone(memory_format=torch.contiguous_format).view(wanted).long() & ((1 << 8 * wanted.itemsize) - 1)
+    return numbers
 
 
 def seven_signs(signs: Tensor) -> Tensor:

@@ -101,9 +101,7 @@ class _Rows:
             trial = (sub + step).clamp(1, s.largest)
             trial_error, trial_down = self.tried(trial * self._of_groups(d))
             better = trial_error < error
-            sub, error, down = (
-                torch.where(better, *pair) for pair in ((trial, sub), (trial_error, error), (trial_down, down))
-            )
+            sub, error, down = (torch.where(better, *pair) for pair in ((trial, sub), (trial_error, error), (trial_down, down)))
         if refine:
             trial_d = self.refitted(sub, d, down)
             trial_error, trial_down = self.tried(sub * self._of_groups(trial_d))

@@ -74,6 +74,11 @@ class Points(Codebook):
         return _table(self.name, self.unit)
 
     @property
+    def least(self) -> float:
+        """The smallest magnitude of a value."""
+        return min(abs(level + shift) for level in self.table.levels for shift in self.shifts or (0.0,))
+
+    @property
     def index_bits(self) -> int:
         return (len(self.table.grid) - 1).bit_length()
 
@@ -136,11 +141,13 @@ class Points(Codebook):
         return code, cost
 
     def rough_cost(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The least cost of each vector, as trials of scales compare it: in 16-bit integers, of which a vector of zeros costs 32767."""
+        """The least cost of each vector, as trials of scales compare it: in 16-bit integers, of which 32767 is that of its energy, or of
+        the smallest values where zeros must become these: else vectors of small weights would cost twice their energy at most."""
         square = weight * (x * x)
-        energy = square[..., 0]
+        energy, mass = square[..., 0], weight[..., 0]
         for j in range(1, self.dimension):
-            energy = energy + square[..., j]
+            energy, mass = energy + square[..., j], mass + weight[..., j]
+        energy = torch.maximum(energy, mass * (self.least * self.least))
         unit = torch.full_like(energy, FULL_COST) / energy.clamp(min=LEAST_ENERGY)  # a number over a tensor would be rounded twice
         if self.shifts:
             least = torch.minimum(*(self._rough_points(x - shift, weight, unit) for shift in self.shifts))
@@ -174,7 +181,7 @@ class PointTable:
 
     @property
     def halves(self) -> int:
-        return len(self.levels) ** self.width
+        return int(len(self.levels) ** self.width)
 
     @property
     def width(self) -> int:

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 ATTEMPTS = 1  # at a cheaper point, given the errors of a vector's other columns
 
 
-def visit(
-    columns: Columns, targets: Tensor, coupling: Tensor, metric: Tensor, points: Points, *, keep: bool, isa: str | None
-) -> None:
+def visit(columns: Columns, targets: Tensor, coupling: Tensor, metric: Tensor, points: Points, *, keep: bool, isa: str | None) -> None:
     if isa is None:
         _visit_reference(columns, targets, coupling, metric, points, keep)
         return
@@ -89,7 +87,7 @@ class _Choice:
 
     def _cost(self, codes: Tensor) -> Tensor:
         away = self.unit - self.values(codes)
-        total = None
+        total: Tensor | None = None
         for j, row in enumerate(self.metric):
             along = row[0] * away[:, 0]
             for i in range(1, len(row)):

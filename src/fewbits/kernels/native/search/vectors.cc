@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -53,8 +54,10 @@ struct OwnedBook {
         second(given_second.begin(), given_second.end()),
         grid(points.data(), points.data() + points.size()) {
     const size_t width = points.shape(1), count = points.shape(0), halves = starts.empty() ? 0 : starts.size() - 1;
-    needs((dimension == 4 || dimension == 8) && (width == 4 || width == 8) && dimension % width == 0, "vectors have 4 or 8 weights");
-    needs(levels.size() == (width == 8 ? 3 : 8) && halves == (width == 8 ? 81 : 64), "a half is four of three levels or two of eight");
+    needs((dimension == 4 || dimension == 8) && (width == 4 || width == 8) && dimension % width == 0,
+          "vectors have 4 or 8 weights");
+    needs(levels.size() == (width == 8 ? 3 : 8) && halves == (width == 8 ? 81 : 64),
+          "a half is four of three levels or two of eight");
     needs(count >= 2 && count <= 4096 && index.size() == count && second.size() == count, "each point has a number and a half");
     needs(std::is_sorted(starts.begin(), starts.end()) && starts.front() == 0 && starts.back() == count, "points are in order");
     needs(std::all_of(index.begin(), index.end(), [&](size_t i) { return i < count; }), "a number is that of a point");
@@ -62,8 +65,24 @@ struct OwnedBook {
     needs(signs >= 0 && signs <= 2 && (shifts.empty() || (shifts.size() == 2 && signs == 0)), "there are two shifts or none");
     int bits = 0;
     while (size_t{1} << bits < count) ++bits;
-    book = {dimension, width, static_cast<Signs>(signs), {}, shifts.size(), bits, levels.size(), {}, halves,
-            starts.data(), second.data(), index.data(), grid.data()};
+    float least = INFINITY;
+    for (const float level : levels)
+      for (const float shift : shifts.empty() ? std::vector<float>{0.0f} : shifts)
+        least = std::min(least, std::abs(level + shift));
+    book = {dimension,
+            width,
+            static_cast<Signs>(signs),
+            {},
+            shifts.size(),
+            bits,
+            levels.size(),
+            {},
+            least,
+            halves,
+            starts.data(),
+            second.data(),
+            index.data(),
+            grid.data()};
     std::copy(shifts.begin(), shifts.end(), book.shifts);
     std::copy(levels.begin(), levels.end(), book.levels);
   }
@@ -135,9 +154,9 @@ void visit(const std::string& isa, const OwnedBook& owned, const Matrix& targets
     needs(code >= 0 && code < 1 << bits, "a code is beyond the codebook");
   }
   nb::gil_scoped_release released;
-  const Tile tile{columns,         rows,         targets.data(), weights.data(),
-                  errors.data(),   codes.data(), scale.data(),   offset ? offset->data() : nullptr,
-                  coupling.data(), metric.data(), keep,          attempts};
+  const Tile tile{columns,         rows,          targets.data(), weights.data(),
+                  errors.data(),   codes.data(),  scale.data(),   offset ? offset->data() : nullptr,
+                  coupling.data(), metric.data(), keep,           attempts};
   in_shares(rows, rows * columns, searches.lanes, threads,
             [&](size_t begin, size_t end) { searches.visit(book, tile, begin, end); });
 }

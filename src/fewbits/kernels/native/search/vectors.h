@@ -28,6 +28,7 @@ struct Book {
   int index_bits;
   size_t level_count;
   float levels[kMostLevels];
+  float least;  // magnitude of a value
   size_t half_count;
   const uint16_t* starts;  // where the points of each first half begin, and the end
   const uint8_t* second;   // of these points: the second half
