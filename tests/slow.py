@@ -126,8 +126,12 @@ def damped(hessian: Tensor, damping: float) -> Tensor:
     return h + damping * mean * torch.eye(len(h), dtype=torch.float64)
 
 
-def visiting_order(hessian: Tensor, width: int, order: str) -> list[list[int]]:
-    """Blocks of columns, in the order of their visits."""
+def visiting_order(hessian: Tensor, width: int, order: str, dimension: int = 1) -> list[list[int]]:
+    """Blocks of columns, in the order of their visits. Columns under one code stay together."""
+    if dimension > 1:
+        means = hessian.double().diagonal().reshape(-1, dimension).mean(1)
+        by_vector = visiting_order(means.diag(), width // dimension, order)
+        return [[vector * dimension + i for vector in block for i in range(dimension)] for block in by_vector]
     cols, diagonal = len(hessian), hessian.double().diagonal().tolist()
     if order == "columns":
         return [sorted(range(cols), key=lambda j: -diagonal[j])]
@@ -187,8 +191,7 @@ class Feedback:
             codes, q, moved = self.codes.clone(), self.q.clone(), best.clone()
             for step in self.local(tuple(block)):
                 self._round_next(moved, step, block, grid, codes, q)
-            for column in block:
-                self._descend_one(column, block, grid, codes, q)
+            self._descend_block(block, grid, codes, q)
             better = self.loss(q) < self.loss(self.q)
             for row in better.nonzero()[:, 0].tolist():
                 self.codes[row], self.q[row] = codes[row], q[row]
@@ -198,8 +201,7 @@ class Feedback:
 
     def descend(self) -> None:
         for block in self.blocks:
-            for column in block:
-                self._descend_one(column, block, self.grids[min(block)], self.codes, self.q)
+            self._descend_block(block, self.grids[min(block)], self.codes, self.q)
 
     def loss(self, q: Tensor) -> Tensor:
         return ((self.w - q) @ self.h * (self.w - q)).sum(1)
@@ -217,6 +219,10 @@ class Feedback:
         codes[:, column], q[:, column] = self.rounded(moved[:, column], column, block, grid)
         moved[:, to_come] -= (moved[:, column] - q[:, column]).unsqueeze(1) * moves
 
+    def _descend_block(self, block: list[int], grid: dict[str, Tensor], codes: Tensor, q: Tensor) -> None:
+        for column in block:
+            self._descend_one(column, block, grid, codes, q)
+
     def _descend_one(self, column: int, block: list[int], grid: dict[str, Tensor], codes: Tensor, q: Tensor) -> None:
         gradient = ((self.w - q) * self.h[column]).sum(1)
         trial_codes, values = self.rounded(q[:, column] + gradient / self.h[column, column], column, block, grid)
@@ -224,3 +230,84 @@ class Feedback:
         change = values - q[:, column]
         better = change * change * self.h[column, column] - 2 * change * gradient < 0
         codes[better, column], q[better, column] = trial_codes[better], values[better]
+
+
+# The same where a code stands for a vector of columns, as QuIP# writes it (block LDLQ): the columns of a vector are rounded together, what
+# they miss by costs their Schur complement, and it moves all columns to come.
+
+VectorCompensations = list[tuple[list[int], list[int], Tensor, Tensor]]  # (columns, to come, how these move, the metric)
+
+
+def vector_compensations(h: Tensor, visits: list[int], dimension: int) -> VectorCompensations:
+    steps: VectorCompensations = []
+    for start in range(0, len(visits), dimension):
+        left = visits[start:]
+        inverse = torch.linalg.inv(h[left][:, left])
+        metric = torch.linalg.inv(inverse[:dimension, :dimension])
+        steps.append((left[:dimension], left[dimension:], metric @ inverse[:dimension, dimension:], metric))
+    return steps
+
+
+class VectorFeedback(Feedback):
+    def __init__(self, w: Tensor, fmt, h: Tensor, blocks: list[list[int]], steps, local, diagonal: Tensor) -> None:
+        columns: list = []  # a pivot of each column, of which the scales' importance is made: those after it in its vector are free too
+        for vector, _, _, metric in steps:
+            for i, column in enumerate(vector):
+                columns.append((column, None, None, float(1 / torch.linalg.inv(metric[i:, i:])[0, 0])))
+        super().__init__(w, fmt, h, blocks, columns, local, diagonal)
+        self.steps = steps
+        self.codes = torch.zeros(len(w), w.shape[1] // fmt.dimension, dtype=torch.int32)
+
+    def first_pass(self) -> None:
+        moved, steps = self.w.clone(), iter(self.steps)
+        for block in self.blocks:
+            grid = self.grids[min(block)] = self.fit(moved, block)
+            for _ in range(len(block) // self.fmt.dimension):
+                self._round_next(moved, next(steps), block, grid, self.codes, self.q)
+
+    def descend(self) -> None:
+        for block in self.blocks:
+            self._descend_block(block, self.grids[min(block)], self.codes, self.q)
+
+    def chosen(self, target: Tensor, metric: Tensor, affine: tuple[Tensor, Tensor | None], present: Tensor | None) -> Tensor:
+        """The code nearest to the target by the metric's diagonal; then, once, the one nearest to where the errors of the other columns
+        want each column to be. The cheaper by the whole metric is taken, and the present one if neither is cheaper."""
+        scale, offset = affine
+
+        def nearest(values: Tensor) -> Tensor:
+            return self.fmt.codebook.nearest(codes.unit_values(values, scale, offset), metric.diagonal())[:, 0]
+
+        def away(chosen: Tensor) -> Tensor:
+            return target - self.values(chosen, affine)
+
+        def cheaper(chosen: Tensor, other: Tensor) -> Tensor:
+            cost, other_cost = (((missed @ metric) * missed).sum(1) for missed in (away(chosen), away(other)))
+            return torch.where(cost < other_cost, chosen, other)
+
+        best = nearest(target)
+        if present is not None:
+            best = cheaper(best, present)
+        beside = metric / metric.diagonal() - torch.eye(len(metric), dtype=metric.dtype)
+        return cheaper(nearest(target + away(best) @ beside), best)
+
+    def values(self, chosen: Tensor, affine: tuple[Tensor, Tensor | None]) -> Tensor:
+        return codes.scaled_values(self.fmt.codebook.values(chosen.unsqueeze(1)), *affine).double()
+
+    def _affine(self, columns: list[int], block: list[int], grid: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        return self.fmt.affine(grid, torch.tensor(columns) - min(block))
+
+    def _round_next(self, moved: Tensor, step, block: list[int], grid: dict[str, Tensor], chosen: Tensor, q: Tensor) -> None:
+        columns, to_come, moves, metric = step
+        affine = self._affine(columns, block, grid)
+        best = self.chosen(moved[:, columns], metric, affine, None)
+        chosen[:, columns[0] // len(columns)], q[:, columns] = best, self.values(best, affine)
+        moved[:, to_come] -= (moved[:, columns] - q[:, columns]) @ moves
+
+    def _descend_block(self, block: list[int], grid: dict[str, Tensor], chosen: Tensor, q: Tensor) -> None:
+        d = self.fmt.dimension
+        for start in range(0, len(block), d):
+            columns = block[start : start + d]
+            metric, affine = self.h[columns][:, columns], self._affine(columns, block, grid)
+            target = q[:, columns] + (self.w - q) @ self.h[:, columns] @ torch.linalg.inv(metric)
+            best = self.chosen(target, metric, affine, chosen[:, columns[0] // d].clone())
+            chosen[:, columns[0] // d], q[:, columns] = best, self.values(best, affine)

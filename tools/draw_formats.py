@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fewbits import formats, targets
 from fewbits.formats import Format
+from fewbits.formats.storage.codebooks import Points, bits_of
 from fewbits.model.weights import Weight
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "formats.md"
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # to compare floats bit by bit
-_INTEGERS = {"sub", "sub_min", "zeros"}  # grid entries that are integers
+_INTEGERS = {"q", "point", "negative", "down", "sub", "sub_min", "zeros"}  # entries that are integers, not bits of floats
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def changes(fmt: Format, parts: Parts, base: dict[str, Tensor]) -> list[tuple[st
     for name, values in entries(fmt, parts).items():
         for index in (values != base[name]).nonzero().flatten().tolist():
             now, before = int(values[index]), int(base[name][index])
-            size = abs(now - before) if name in _INTEGERS or name == "q" else (now ^ before) & ((1 << 8 * values.element_size()) - 1)
+            size = abs(now - before) if name in _INTEGERS else (now ^ before) & ((1 << 8 * values.element_size()) - 1)
             changed.append((name, index, size.bit_length() - 1 if size & (size - 1) == 0 else -1))
     return changed
 
@@ -52,7 +53,22 @@ def changes(fmt: Format, parts: Parts, base: dict[str, Tensor]) -> list[tuple[st
 def entries(fmt: Format, parts: Parts) -> dict[str, Tensor]:
     """Codes (as `q`) and grid as flat integers: integers by value, floats by their bits."""
     codes, grid = fmt.unpack(parts)
+    if isinstance(fmt.codebook, Points):
+        down = {"down": (grid["shift"] < 0).int().flatten()} if "shift" in grid else {}
+        return {**_of_points(fmt.codebook, codes), "sub": grid["sub"].flatten(), **down, "d": grid["d"].view(torch.int16).flatten()}
     return {name: (v.view(_WORDS[v.element_size()]) if v.is_floating_point() else v).flatten() for name, v in {"q": codes, **grid}.items()}
+
+
+def _of_points(book: Points, codes: Tensor) -> dict[str, Tensor]:
+    """Numbers of points, the signs that are stored, and shifts, each as a list over the row."""
+    mask, above = (1 << book.index_bits) - 1, codes >> (book.points * book.index_bits)
+    points = torch.stack([(codes >> (i * book.index_bits)) & mask for i in range(book.points)], -1).flatten()
+    if book.signs == "in the points":
+        return {"point": points} | ({"down": above.flatten()} if book.shifts else {})
+    signs = bits_of(above, book.dimension)
+    if book.signs == "even":
+        signs[..., -1] = 0  # it follows from the others
+    return {"point": points, "negative": signs.flatten()}
 
 
 def bytes_of_part(fmt: Format, columns: int, part: str) -> list[list[Field]]:
@@ -189,6 +205,9 @@ Every quantized format decodes to `scale * level[q] + offset`. `q` are the codes
 entries of the format's grid (`d`, `scales`, `sub` ...), from which the scale and the offset of each column follow. Layouts
 are shown for one block of one row, bit 0 the lowest. Bits per weight are those of a 4096 x 4096 weight.
 
+Where a code stands for several columns it is drawn as what it is made of: the numbers of `point`s in the codebook, which columns are
+`negative`, which vectors or groups are shifted `down`. There the integers `sub` are odd: their lowest bit is not stored.
+
 The K of `q4_k` and its kin stands for super-blocks of 256 columns, whose sub-block scales are small integers under one
 float16. There is no k-means in it.
 """
@@ -202,13 +221,27 @@ def page() -> str:
         where = ", ".join(carriers) or "fewbits artifacts only"
         out.append(f"## {fmt.name}\n")
         head = f"{fmt.about}. {fmt.bits_per_weight(weight.shape):.4g} bits per weight. Carried by: {where}."
-        if fmt.levels is None:
+        if fmt.is_cast:
             out.append(f"{head} Values as they are, no codes.\n")
             continue
         shared = f"{fmt.group} columns" if fmt.group else "the whole weight" if fmt.tensor_wide else "a row"
-        out.append(f"{head} One scale for {shared}. Levels: {_levels(fmt.levels)}.\n")
+        out.append(f"{head} One scale for {shared}. {_codes(fmt)}.\n")
         out.append("```text\n" + "\n".join(drawn(fmt)) + "\n```\n")
     return "\n".join(out)
+
+
+def _codes(fmt: Format) -> str:
+    """What a code stands for."""
+    if fmt.levels is not None:
+        return f"Levels: {_levels(fmt.levels)}"
+    book = fmt.codebook
+    assert isinstance(book, Points)
+    count, width = book.table.grid.shape
+    together = f"{book.points} of them" if book.points > 1 else "one of them"
+    shifts = f", and a shift of {' or '.join(f'{shift:+g}' for shift in book.shifts)}" if book.shifts else ""
+    signs = {"free": ", and a sign for each", "even": ", and signs of which an even number is negative", "in the points": ""}[book.signs]
+    values = ", ".join(f"{level:g}" for level in book.table.levels)
+    return f"A code stands for {fmt.dimension} columns: {together} out of {count} points of {width} values ({values}){signs}{shifts}"
 
 
 def _levels(levels: tuple[float, ...]) -> str:

@@ -17,6 +17,7 @@ from fewbits.benchmarks.peers import ggml
 from fewbits.formats import Format
 from fewbits.methods import rtn
 from fewbits.targets import gguf as target
+from fewbits.targets.gguf import layouts
 
 needs_ggml = pytestmark = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="pip install fewbits[llamacpp]")
 
@@ -85,6 +86,9 @@ def test_all_types_are_here() -> None:
 @every_type
 def test_the_gguf_target_takes_it_as_it_is(fmt: Format) -> None:
     gguf_layout = target.layout(fmt)
+    if fmt.name.upper() not in gguf.GGMLQuantizationType.__members__:  # ggml alone knows it: what writes files does not yet
+        assert gguf_layout is None and fmt.name.upper() in (layouts.lacking(fmt) or "")
+        return
     assert gguf_layout is not None and gguf_layout.type == fmt.name.upper()
     assert (gguf_layout.block, gguf_layout.block_bytes) == ggml.TYPES[GGML_NAMES[fmt.name]][1:]
     parts = rtn.quantize(torch.ones(2, 256), fmt, how="max")

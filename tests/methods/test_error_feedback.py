@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 
@@ -14,15 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fewbits import formats, kernels
+from fewbits import formats
 from fewbits.devices import processor
 from fewbits.errors import InputError
 from fewbits.formats import Format
-from fewbits.formats.storage.codes import decode, encode
 from fewbits.methods import error_feedback
 
 quantized = pytest.mark.parametrize("fmt", each_kind(f for f in formats.all().values() if f.levels))
-native_only = pytest.mark.skipif(processor.native_missing() is not None, reason="no native module")
+ISAS = [] if processor.native_missing() else list(processor.native().search_isas())
 DAMPING = 0.03
 
 
@@ -53,7 +53,7 @@ def problem(fmt: Format, rows: int = 3) -> tuple[Tensor, Tensor]:
 
 
 def decoded(fmt: Format, solved: error_feedback.Solved) -> Tensor:
-    return decode(solved.codes, fmt.levels, *fmt.affine(solved.grid))
+    return fmt.decode(solved.codes, solved.grid)
 
 
 def loss(fmt: Format, w: Tensor, h: Tensor, solved: error_feedback.Solved) -> float:
@@ -130,24 +130,46 @@ def test_float32_finds_the_codes_of_float64_and_native_those_of_the_reference(fm
     assert same(native, reference)
 
 
-@native_only
+@pytest.mark.skipif(not ISAS, reason="no native module")
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "iq4_nl", "fp8_e5m2_channel"])
 def test_every_native_loop_gives_the_same_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fmt = formats.get(name)
     w, h = problem(fmt, rows=130)
     w[5], w[6, ::2] = 0, -0.0  # blocks whose scale is zero, and zeros with a sign
     solutions = []
-    for isa in ("scalar", "avx2", "reference"):
-        if any(k.backend == f"native-{isa}" and k.runs_here() for k in kernels.every(fmt)) and isa == "avx2":
-            continue
+    for isa in (*ISAS, "reference"):
         monkeypatch.setenv("FEWBITS_KERNEL", isa)
         solutions.append(error_feedback.solve(w, fmt, h))
     assert all(same(other, solutions[0]) for other in solutions)
 
 
-@pytest.mark.parametrize("name", ["q4_0", "int4_channel"])
+# sha256 of the bytes, from the last version in which a code was always one column (2368ff9)
+BEFORE_VECTORS = {
+    "q4_0": "7248ef8c76040050a4cc37a091baabf5a16635b54d2f57bd68428a21dc6bb9cf",
+    "q4_k": "b2766ec3a31ba0eccdbcec4c609e4332cef22e4677de011c7629f8aae4604879",
+    "iq4_nl": "a1abfcd7285cdd263401bc24e4dd9264ed4a310434cc383c5421d7b3c10a4f91",
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_VECTORS)
+def test_codes_of_single_columns_are_what_they_were_before_there_were_vectors(name: str) -> None:
+    """Integers only, so that every machine has the same weight and Hessian; float64, in which no rounding of another processor's
+    products moves a code."""
+    fmt, g = formats.get(name), torch.Generator().manual_seed(7)
+    w = sum(torch.randint(-1000, 1001, (6, 512), generator=g) for _ in range(4)).float() / 2**16  # type: ignore[union-attr]
+    x = sum(torch.randint(-8, 9, (1024, 512), generator=g) for _ in range(3)).double()  # type: ignore[union-attr]
+    x[:, 1:] += x[:, :-1].clone()
+    x[:, ::37] *= 5
+    solved = error_feedback.solve(w, fmt, x.T @ x, dtype=torch.float64)
+    stored = fmt.pack(solved.codes, solved.grid)["blocks"].numpy().tobytes()
+    assert hashlib.sha256(stored).hexdigest() == BEFORE_VECTORS[name]
+
+
+@pytest.mark.parametrize("name", ["q4_0", "int4_channel", "iq2_s"])
 def test_threads_do_not_change_the_codes(name: str) -> None:
-    fmt, w, h = formats.get(name), weights(1024, 128), inputs(128)  # a tile of 128 columns is enough for two threads
+    fmt = formats.get(name)
+    cols = max(128, fmt.block)
+    w, h = weights(1024 * 128 // cols, cols), inputs(cols)  # a tile of 128 columns is enough for two threads
     one = error_feedback.solve(w, fmt, h, passes=1, refits=0)
     torch.set_num_threads(2)
     try:
@@ -157,11 +179,11 @@ def test_threads_do_not_change_the_codes(name: str) -> None:
 
 
 def test_rows_go_through_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("q4_0", "nvfp4_tensor", "int4_tensor_asym"):
-        fmt, w, h = formats.get(name), weights(40, 128), inputs(128)
+    for name, cols in (("q4_0", 128), ("nvfp4_tensor", 128), ("int4_tensor_asym", 128), ("iq1_s", 512)):
+        fmt, w, h = formats.get(name), weights(40, cols), inputs(cols)
         whole = error_feedback.solve(w, fmt, h)
         with monkeypatch.context() as patch:
-            patch.setattr(error_feedback, "_CHUNK", 16 * 128)
+            patch.setattr(error_feedback, "_CHUNK", 16 * cols)
             # products of other sizes may be summed in another order, so codes are compared by what they are worth
             chunked = error_feedback.solve(w, fmt, h)
         assert {k: v.shape for k, v in chunked.grid.items()} == {k: v.shape for k, v in whole.grid.items()}
@@ -171,8 +193,8 @@ def test_rows_go_through_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "iq4_nl", "mxfp4", "int4_channel", "int4_g64_asym", "nvfp4"])
 def test_it_beats_rounding_with_the_same_importance(name: str) -> None:
     fmt, w, h = formats.get(name), weights(32, 256), inputs(256)
-    affine = fmt.affine(fmt.fit(w, h.diagonal().float()))
-    rounded = decode(encode(w, fmt.levels, *affine), fmt.levels, *affine)
+    grid = fmt.fit(w, h.diagonal().float())
+    rounded = fmt.decode(fmt.encode(w, grid), grid)
     ratio = loss(fmt, w, h, error_feedback.solve(w, fmt, h)) / float(error_feedback.objective(w, rounded, h).sum())
     assert ratio < 0.5  # 0.22 to 0.31 on inputs as correlated as these
 
@@ -211,7 +233,7 @@ def test_a_zero_hessian_is_rounding_to_nearest_and_said() -> None:
     fmt, w = formats.get("q4_0"), weights(4, 64)
     solved = error_feedback.solve(w, fmt, torch.zeros(64, 64), passes=0)
     assert "zero" in solved.notes[0]
-    assert torch.equal(solved.codes, encode(w, fmt.levels, *fmt.affine(fmt.fit(w))))
+    assert torch.equal(solved.codes, fmt.encode(w, fmt.fit(w)))
 
 
 def test_a_column_that_is_never_active_does_not_disturb_the_others() -> None:
@@ -224,7 +246,7 @@ def test_a_column_that_is_never_active_does_not_disturb_the_others() -> None:
     on_same_grid = (whole.grid["scales"] == scale).squeeze(1)  # the row's scale is fitted to all columns, the dead ones with a millionth
     assert on_same_grid.any()
     assert torch.equal(whole.codes[:, alive][on_same_grid], part.codes[on_same_grid])
-    nearest = encode(w, fmt.levels, *fmt.affine(whole.grid))
+    nearest = fmt.encode(w, whole.grid)
     assert torch.equal(whole.codes[:, ~alive], nearest[:, ~alive])
     assert whole.notes == ()
 

@@ -21,7 +21,7 @@ Rounds = Annotated[int, typer.Option("--rounds", min=1, help="Turns that each co
 OneShape = Annotated[str, typer.Option("--shape", metavar="KxN", help="Columns x rows of the weight.")]
 Work = Annotated[Path, typer.Option("-o", "--out", help="Folder for files and measurements: a run that was stopped goes on from it.")]
 Sequential = Annotated[bool, typer.Option("--sequential", help="Ours: as in `fewbits quantize`.")]
-Tune = Annotated[int, typer.Option("--tune", min=0, help="Ours: as in `fewbits quantize`.")]
+Tune = Annotated[int | None, typer.Option("--tune", min=0, help="Ours: as in `fewbits quantize`; 0: none.")]
 Remake = Annotated[bool, typer.Option("--remake", help="Make and measure ours again; the peer's files stay.")]
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements against peers and limits, as ratios in one run.")
@@ -40,7 +40,7 @@ def quality(
     tokens: Tokens = 40960,
     method: Annotated[str, typer.Option("--method", help="Ours: auto, gptq or rtn.")] = "auto",
     sequential: Sequential = False,
-    tune: Tune = 0,
+    tune: Tune = None,
     remake: Remake = False,
     whole: Annotated[bool, typer.Option("--whole", help="Quantize the embedding too, instead of keeping it.")] = False,
     as_json: Json = False,
@@ -71,7 +71,7 @@ def plans(
     formats: Annotated[str, typer.Option("--formats", help="For our plans, with commas. Default: all that llama.cpp quantizes to.")] = "",
     brief: Annotated[bool, typer.Option("--brief", help="Only the mixes and ours: half of the files.")] = False,
     sequential: Sequential = False,
-    tune: Tune = 0,
+    tune: Tune = None,
     remake: Remake = False,
     as_json: Json = False,
 ) -> None:

@@ -29,10 +29,13 @@ from fewbits.errors import InputError
 from fewbits.methods import Outcome
 from fewbits.methods.gptq import Gptq
 from fewbits.progress import silent
+from fewbits.request import USUAL_STEPS
+from fewbits.sensitivity.curve import through
 from fewbits.store.cache import Cache, code_version
 from fewbits.store.files import Staged
-from fewbits.targets import export
+from fewbits.targets import export, pricing
 from fewbits.verification import files, metrics, runtimes
+from fewbits.verification.forecast.large_damage import measure_curve
 from fewbits.verification.metrics import MeasuredLogits
 from fewbits.verification.runtimes import torch as torch_runtime
 
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from fewbits.model.weights import Weight
     from fewbits.planning import Plan
     from fewbits.progress import Progress
+    from fewbits.sensitivity.curve import Curve
     from fewbits.verification.session import Session
 
 R = TypeVar("R")
@@ -74,6 +78,11 @@ class Texts:
             return Statistics(folder)
         return calibration.collect(source, self.drawn(source), folder, progress=progress)
 
+    @property
+    def known(self) -> bool:
+        """Whether the text that was calibrated with is here: beside given statistics it need not be."""
+        return self.stats is None or bool(self.data)
+
     def drawn(self, source: Model) -> Samples:
         return calibration.draw(source, self.data, self.samples, None, 0)
 
@@ -84,7 +93,7 @@ class Ours:
 
     method: str = "auto"
     sequential: bool = False  # each block is fitted to what the quantized blocks before it give
-    tune: int = 0  # steps of tuning scales, block by block
+    tune: int | None = None  # steps of tuning scales, block by block; None: as `fewbits quantize` decides
     remake: bool = False  # files of ours that an earlier run left, with what was measured on them; the peer's stay
 
 
@@ -209,12 +218,30 @@ class Contest:
 
     def _make_ours(self, plan: Plan, path: Path) -> None:
         """As the pipeline does. Plans of different sizes share many weights, which the cache keeps."""
-        samples = self.texts.drawn(self.source) if self.ours.sequential or self.ours.tune else None
+        tune = self._steps(plan)
+        samples = self.texts.drawn(self.source) if self.ours.sequential or tune else None
         text = split.Text(samples, next(iter(self.windows.values())))
         Maker(
             source=self.source, text=text, statistics=self.statistics, work=Path(f"{path}.work"), cache=self.cache, progress=self.progress,
-            target=self.target, sequential=self.ours.sequential, tune=self.ours.tune,
+            target=self.target, sequential=self.ours.sequential, tune=tune,
         ).make(plan, path)  # fmt: skip
+
+    def _steps(self, plan: Plan) -> int:
+        if self.ours.tune is not None:
+            return self.ours.tune
+        pays = self.texts.known and self.ours.method != "rtn" and pricing.has_few_bits(self.source, plan)
+        return USUAL_STEPS if pays else 0
+
+    def curve(self, plan: Plan) -> Curve:
+        """What the forecast of this plan's size of damage comes to, measured in torch as the pipeline does, once."""
+        of = hashlib.sha256("".join(entry.format for entry in plan.entries).encode()).hexdigest()[:16]
+        path = self.folder / "curves" / f"{of}.json"
+        if not path.is_file():
+            samples = self.texts.drawn(self.source).ids if self.texts.known else next(iter(self.windows.values()))
+            measured = measure_curve(self.source, self.statistics, plan, samples, calibration.MEMORY, self.progress)
+            with Staged(path) as staged:
+                staged.write_text(json.dumps(measured.points))
+        return through([(float(predicted), float(kl)) for predicted, kl in json.loads(path.read_text())])
 
     def _made(self, plan: Plan, maker: str, folder: Path) -> Artifact:
         if maker in (OUR_ROUNDING, ROUNDING):

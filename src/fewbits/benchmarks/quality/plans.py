@@ -7,8 +7,8 @@ the mixes: no peer has a file for it, but the forecast can be held against what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ from fewbits.planning.allocation import allocator
 from fewbits.planning.constraints import UNCONSTRAINED
 from fewbits.planning.decision import Budget
 from fewbits.progress import silent
+from fewbits.sensitivity.curve import FROM
 from fewbits.targets import pricing
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from fewbits.planning.allocation import Allocator
     from fewbits.progress import Progress
     from fewbits.verification.metrics import MeasuredLogits
+
+    Planned = Callable[[Allocator], Plan]
 
 MIXES = ("q4_k_m", "iq4_xs", "q3_k_m", "q4_0", "q2_k")
 SMALLER = 0.88  # of the bytes of the first mix: equal KL with 12 % less
@@ -111,14 +114,30 @@ def _plans(contest: Contest, sizes: Sequence[str], allocators: Mapping[str, Allo
         room = peer.nbytes - _extra(contest, peer, ours.within_bytes(peer.nbytes, f"--size {mix}"))
         if alone := allocators.get("rtn"):
             made[mix, ALLOCATION] = alone.within_bytes(room, f"--size {mix}")
-        made[mix, OURS] = ours.within_bytes(room, f"--size {mix}")
+        made[mix, OURS] = _corrected(contest, ours, _of_bytes(room, f"--size {mix}"))
         if alone and mix == mixes[0]:
             made[f"{mix} less 12 %", OURS] = ours.within_bytes(int(room * SMALLER), f"{SMALLER} of {mix}")
             made[mix, OUR_ROUNDING] = made[mix, ALLOCATION]
     for size in sizes:
         if size not in mixes:
-            made[size, OURS] = pricing.within_file(ours.table, source, target, Budget(size), UNCONSTRAINED).plan
+            made[size, OURS] = _corrected(contest, ours, _of_size(contest, size))
     return made
+
+
+def _of_bytes(room: int, why: str) -> Planned:
+    return lambda some: some.within_bytes(room, why)
+
+
+def _of_size(contest: Contest, size: str) -> Planned:
+    return lambda some: pricing.within_file(some.table, contest.source, contest.target, Budget(size), UNCONSTRAINED).plan
+
+
+def _corrected(contest: Contest, ours: Allocator, planned: Planned) -> Plan:
+    """A plan with the forecast that `fewbits quantize` gives: where damage is large, corrected by what was measured at that size."""
+    plan = planned(ours)
+    if (plan.kl or 0.0) < FROM:
+        return plan
+    return planned(replace(ours, table=replace(ours.table, curve=contest.curve(plan))))
 
 
 def _extra(contest: Contest, peer: Plan, ours: Plan) -> int:

@@ -89,9 +89,9 @@ struct ByteTraits {
   size_t run = 32;                  // columns under one scale, to be multiplied by 2^reach of the layout
   const uint8_t* levels = nullptr;  // 16 values, if a byte can have no others
   Scales scales = Scales::kHalf;
-  int sub_zero = 0;          // added to the integers of the scales as they are stored
-  bool zero_points = false;  // offsets are the scale times an integer
-  bool doubled = false;      // bytes are 0 or 2, and tiles hold their halves
+  int sub_zero = 0;                    // added to the integers of the scales as they are stored
+  bool zero_points = false;            // offsets are the scale times an integer
+  bool doubled = false;                // bytes are 0 or 2, and tiles hold their halves
   const Codebook* codebook = nullptr;  // if codes name points of it: tiles have a layout of their own (tiles_codebook.h)
 };
 
@@ -102,8 +102,8 @@ struct Functions {
   DotRows dot_four = nullptr;  // of four rows
   FillPanel fill_panel = nullptr;
   ByteTraits bytes = {};
-  SubScalesAt sub_scales = nullptr;  // of the scalar kernel, if scales are integers
-  DotFloats dot_floats = nullptr;    // if it is faster than decoding a row first
+  SubScalesAt sub_scales = nullptr;    // of the scalar kernel, if scales are integers
+  DotFloats dot_floats = nullptr;      // if it is faster than decoding a row first
   PointCodesAt point_codes = nullptr;  // of the scalar kernel, if the format has a codebook
 };
 

@@ -170,8 +170,7 @@ void matmul_with(void (*multiplies)(const Product&, int), const Kernel& kernel, 
 void matmul(const std::string& format, const std::string& isa, const Floats& x, const std::vector<Bytes>& parts, FloatsInto out,
             const std::optional<FloatList>& bias, int threads) {
   const Kernel* kernel = usable(format, isa);
-  if (!kernel || !kernel->of.dot_row)
-    throw std::invalid_argument("no " + isa + " kernel multiplies by " + format + " here");
+  if (!kernel || !kernel->of.dot_row) throw std::invalid_argument("no " + isa + " kernel multiplies by " + format + " here");
   matmul_with(multiply, *kernel, x, parts, out, bias, threads);
 }
 

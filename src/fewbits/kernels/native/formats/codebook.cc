@@ -21,7 +21,8 @@ void Codebook::give(const int8_t* coordinates) {
   const size_t count = points * dims, half = dims / 2;
   bool used[256] = {};
   for (size_t i = 0; i < count; ++i) {
-    if (std::abs(coordinates[i]) * (shifts() ? 8 : 1) + shifts() > zero) throw std::invalid_argument("a value beyond those of " + std::string(format));
+    if (std::abs(coordinates[i]) * (shifts() ? 8 : 1) + shifts() > zero)
+      throw std::invalid_argument("a value beyond those of " + std::string(format));
     bytes[i] = static_cast<uint8_t>(shifts() ? zero + 8 * coordinates[i] : coordinates[i]);
     used[bytes[i]] = true;
   }
@@ -29,7 +30,8 @@ void Codebook::give(const int8_t* coordinates) {
   size_t codes_used = 0;
   for (size_t byte = 0; byte < 256; ++byte)
     if (used[byte]) {
-      if (codes_used == size_t{1} << code_bits()) throw std::invalid_argument("too many values in the grid of " + std::string(format));
+      if (codes_used == size_t{1} << code_bits())
+        throw std::invalid_argument("too many values in the grid of " + std::string(format));
       code_of[byte] = static_cast<uint8_t>(codes_used);
       level_of[codes_used++] = static_cast<uint8_t>(byte);
     }

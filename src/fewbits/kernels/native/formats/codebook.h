@@ -11,7 +11,12 @@ namespace fewbits {
 
 constexpr size_t kMostPoints = 2048;
 
-enum class Signs : uint8_t { kSeven, kEight, kOfRun, kOfPoint };  // seven: the last of eight makes their number even; kOf...: shifts
+enum class Signs : uint8_t {
+  kSeven,
+  kEight,
+  kOfRun,
+  kOfPoint
+};  // seven: the last of eight makes their number even; kOf...: shifts
 
 // The eight signs of seven.
 alignas(64) inline constexpr std::array<uint8_t, 128> kEightSigns = [] {
@@ -30,9 +35,9 @@ struct Codebook {
   Signs signs;
   bool given = false;
   Codebook* next;
-  alignas(64) uint8_t bytes[8 * kMostPoints] = {};    // of each coordinate: its magnitude, in iq1 zero + 8 * coordinate
-  alignas(64) uint8_t codes[2][kMostPoints] = {};     // of each half of the coordinates: places in `levels`, the first lowest
-  alignas(64) uint8_t levels[64] = {};                // bytes by code and, above it, sign; repeated
+  alignas(64) uint8_t bytes[8 * kMostPoints] = {};  // of each coordinate: its magnitude, in iq1 zero + 8 * coordinate
+  alignas(64) uint8_t codes[2][kMostPoints] = {};   // of each half of the coordinates: places in `levels`, the first lowest
+  alignas(64) uint8_t levels[64] = {};              // bytes by code and, above it, sign; repeated
 
   Codebook(const char* format, size_t points, size_t dims, int zero, float unit, Signs signs);
   Codebook(const Codebook&) = delete;
@@ -69,8 +74,7 @@ struct CodebookReader {
   static constexpr bool kOffsets = false;
   const typename Format::Block& block;
 
-  CodebookReader(const Layout&, RowOf parts, size_t b)
-      : block(reinterpret_cast<const typename Format::Block*>(parts[0])[b]) {}
+  CodebookReader(const Layout&, RowOf parts, size_t b) : block(reinterpret_cast<const typename Format::Block*>(parts[0])[b]) {}
   const void* address() const { return &block; }
   static constexpr const Codebook* codebook() { return &Format::codebook; }
 };

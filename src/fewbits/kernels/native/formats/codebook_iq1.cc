@@ -24,8 +24,9 @@ FEWBITS_AVX2_INLINE __m256i threes_at_12(__m256i four_times_u16x16) {
 
 // Each of four 16-bit numbers four times.
 FEWBITS_AVX2_INLINE __m256i four_times(const uint8_t* at) {
-  return _mm256_shuffle_epi8(_mm256_set1_epi64x(load<int64_t>(at)), _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3,  //
-                                                                                     4, 5, 4, 5, 4, 5, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7));
+  return _mm256_shuffle_epi8(_mm256_set1_epi64x(load<int64_t>(at)),
+                             _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3, 2, 3,  //
+                                              4, 5, 4, 5, 4, 5, 4, 5, 6, 7, 6, 7, 6, 7, 6, 7));
 }
 #endif
 
@@ -71,7 +72,7 @@ struct Iq1S : Ternary {
 };
 
 struct Iq1M : Ternary {
-  struct Block {  // 256 weights, 1.75 bits each, a scale per 16, a shift per 8
+  struct Block {          // 256 weights, 1.75 bits each, a scale per 16, a shift per 8
     uint8_t low[32];      // of the indices, eight bits
     uint8_t high[16];     // nibbles, the even point low: three high bits of the index, the shift (1: down)
     uint8_t words[4][2];  // four scales of three bits; above them four bits of d, the lowest first
@@ -109,7 +110,8 @@ struct Iq1M : Ternary {
       const __m256i high_u16x16 = _mm256_slli_epi16(_mm256_cvtepu8_epi16(here_u8x16), 8);
       store_32(into.index + 16 * half, _mm256_or_si256(wide_16(block.low + 16 * half), high_u16x16));
     }
-    const __m256i s_u16x16 = _mm256_and_si256(_mm256_srli_epi16(threes_at_12(four_times(block.words[0])), 12), _mm256_set1_epi16(7));
+    const __m256i s_u16x16 =
+        _mm256_and_si256(_mm256_srli_epi16(threes_at_12(four_times(block.words[0])), 12), _mm256_set1_epi16(7));
     const float unit = _cvtsh_ss(d_of(block)) * kUnit;
     store_scales(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(s_u16x16)), unit, into.scale);
     store_scales(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(s_u16x16, 1)), unit, into.scale + 8);

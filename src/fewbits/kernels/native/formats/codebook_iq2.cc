@@ -34,7 +34,8 @@ struct Iq2Xxs : Eights {
 
 #if defined(__x86_64__)
   FEWBITS_AVX2_INLINE static void read_avx2(const Block& block, PointsAvx2<Iq2Xxs>& into) {
-    const __m256 first_x8 = _mm256_castsi256_ps(load_32(block.words[0][0])), second_x8 = _mm256_castsi256_ps(load_32(block.words[4][0]));
+    const __m256 first_x8 = _mm256_castsi256_ps(load_32(block.words[0][0])),
+                 second_x8 = _mm256_castsi256_ps(load_32(block.words[4][0]));
     const __m256i index_u8x32 = _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(first_x8, second_x8, 0x88)), 0xd8);
     const __m256i words_u32x8 = _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(first_x8, second_x8, 0xdd)), 0xd8);
     store_32(into.index, _mm256_cvtepu8_epi16(_mm256_castsi256_si128(index_u8x32)));
@@ -76,7 +77,8 @@ struct Iq2Xs : Eights {
 
 #if defined(__x86_64__)
   FEWBITS_AVX2_INLINE static void read_avx2(const Block& block, PointsAvx2<Iq2Xs>& into) {
-    const __m256i first_u16x16 = load_32(block.points[0]), second_u16x16 = load_32(block.points[16]), index_u16x16 = _mm256_set1_epi16(511);
+    const __m256i first_u16x16 = load_32(block.points[0]), second_u16x16 = load_32(block.points[16]),
+                  index_u16x16 = _mm256_set1_epi16(511);
     store_32(into.index, _mm256_and_si256(first_u16x16, index_u16x16));
     store_32(into.index + 16, _mm256_and_si256(second_u16x16, index_u16x16));
     const __m256i seven_u8x32 = _mm256_packus_epi16(_mm256_srli_epi16(first_u16x16, 9), _mm256_srli_epi16(second_u16x16, 9));
@@ -89,9 +91,9 @@ struct Iq2Xs : Eights {
 struct Iq2S : Eights {
   struct Block {  // 256 weights, 2.5625 bits each, a scale per 16
     uint8_t d[2];
-    uint8_t low[32];   // of the indices, eight bits
+    uint8_t low[32];  // of the indices, eight bits
     uint8_t signs[32];
-    uint8_t high[8];   // two bits for each of four points
+    uint8_t high[8];    // two bits for each of four points
     uint8_t scales[8];  // nibbles, the even one low
   };
   static_assert(sizeof(Block) == 82);

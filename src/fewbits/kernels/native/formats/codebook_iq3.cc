@@ -55,7 +55,8 @@ struct Iq3S {
 
   static void read(const Block& block, PointCodes& codes) {
     codes.d = load<uint16_t>(block.d);
-    for (size_t l = 0; l < 64; ++l) codes.index[l] = static_cast<uint16_t>(block.low[l] | (block.high[l / 8] >> (l % 8) & 1) << 8);
+    for (size_t l = 0; l < 64; ++l)
+      codes.index[l] = static_cast<uint16_t>(block.low[l] | (block.high[l / 8] >> (l % 8) & 1) << 8);
     std::memcpy(codes.signs, block.signs, 32);
     read_nibbles(block.scales, 8, codes.scale);
   }

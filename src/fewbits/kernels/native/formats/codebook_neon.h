@@ -22,7 +22,8 @@ struct CodebookNeon : CodebookScalar<Format> {
       const uint8x16x2_t negative_u8x32 = spread_bits(signs, 255);
       const uint8x16_t zero_u8x16 = vdupq_n_u8(Format::kZero);
       const auto signed_of = [&](int k) {
-        return vbslq_u8(negative_u8x32.val[k], vsubq_u8(zero_u8x16, bytes_u8x32.val[k]), vaddq_u8(zero_u8x16, bytes_u8x32.val[k]));
+        return vbslq_u8(negative_u8x32.val[k], vsubq_u8(zero_u8x16, bytes_u8x32.val[k]),
+                        vaddq_u8(zero_u8x16, bytes_u8x32.val[k]));
       };
       return {{signed_of(0), signed_of(1)}};
     }

@@ -21,7 +21,9 @@ struct CodebookAvx2 : CodebookReader<Format> {
 
   FEWBITS_AVX2_INLINE CodebookAvx2(const Layout& layout, RowOf parts, size_t b) : CodebookReader<Format>(layout, parts, b) {
     Format::read_avx2(this->block, points);
-    asm("" : "+m"(points));  // from here on in memory: taking indices out of registers, as compilers would, is slower than loading them
+    asm(""
+        : "+m"(
+            points));  // from here on in memory: taking indices out of registers, as compilers would, is slower than loading them
   }
 
   FEWBITS_AVX2_INLINE void scales(float* scale, float*) const {
@@ -102,8 +104,7 @@ FEWBITS_AVX2_INLINE void store_scales(__m256i s_i32x8, float unit, float* into) 
 // Nibbles of the first eight bytes, the low one first.
 FEWBITS_AVX2_INLINE __m128i nibbles_in_order(__m128i bytes_u8x16) {
   const __m128i nibble_u8x16 = _mm_set1_epi8(15);
-  return _mm_unpacklo_epi8(_mm_and_si128(bytes_u8x16, nibble_u8x16),
-                           _mm_and_si128(_mm_srli_epi16(bytes_u8x16, 4), nibble_u8x16));
+  return _mm_unpacklo_epi8(_mm_and_si128(bytes_u8x16, nibble_u8x16), _mm_and_si128(_mm_srli_epi16(bytes_u8x16, 4), nibble_u8x16));
 }
 
 }  // namespace fewbits

@@ -1,8 +1,8 @@
 // panels.h with AVX2: maddubs multiplies unsigned bytes by signed ones and adds pairs in 16 bits, where they must not overflow.
 //
 // A pair of products is at most 2 * 127 * (2^bits - 1). So 16 bits hold the sum of 8 pairs of 4-bit weights, 4 pairs of 5-bit and
-// 2 pairs of 6-bit ones before it must be widened, of 7-bit ones just one pair. 8-bit weights are signed and pass their sign to the activations: 2 * 127 * 128
-// fits. A tile is 16 weights (two registers of 8 lanes) by 3 or 4 rows of activations.
+// 2 pairs of 6-bit ones before it must be widened, of 7-bit ones just one pair. 8-bit weights are signed and pass their sign to
+// the activations: 2 * 127 * 128 fits. A tile is 16 weights (two registers of 8 lanes) by 3 or 4 rows of activations.
 #include <algorithm>
 
 #include "matmul/panels.h"
@@ -113,7 +113,10 @@ MicroKernel of_bits(const ByteTraits& bytes) {
 
 MicroKernel micro_kernel_avx2(const ByteTraits& bytes) {
   if (bytes.bits <= 4) return of_bits<4>(bytes);
-  return bytes.bits == 5 ? of_bits<5>(bytes) : bytes.bits == 6 ? of_bits<6>(bytes) : bytes.bits == 7 ? of_bits<7>(bytes) : of_bits<8>(bytes);
+  return bytes.bits == 5   ? of_bits<5>(bytes)
+         : bytes.bits == 6 ? of_bits<6>(bytes)
+         : bytes.bits == 7 ? of_bits<7>(bytes)
+                           : of_bits<8>(bytes);
 }
 
 }  // namespace fewbits

@@ -6,8 +6,6 @@
 namespace fewbits {
 namespace {
 
-#define FEWBITS_AVX512_INLINE inline __attribute__((always_inline)) FEWBITS_AVX512
-
 FEWBITS_AVX512_INLINE __m512i load_64(const uint8_t* at) { return _mm512_loadu_si512(at); }
 
 // Bits `from` and up of each byte, `kCount` of them, moved to bit `kTo`.

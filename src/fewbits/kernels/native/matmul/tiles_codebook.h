@@ -4,7 +4,8 @@
 //
 //     d        [16 rows] float16
 //     scales   per 16 columns: [8 blocks][16 rows] a nibble for each half of a block, the first low
-//              per 32 columns: [4][16 rows] a nibble for each of two blocks, the even one low; of iq1_s, the shift above the scale
+//              per 32 columns: [4][16 rows] a nibble for each of two blocks, the even one low; of iq1_s, the shift above the
+//              scale
 //     blocks   eight of 32 columns
 //
 // iq2_xxs and iq3_xxs have a bit of the scale beside seven signs instead; iq1_m has its four words [4][16 rows] instead of d and
@@ -14,10 +15,10 @@
 //     signs    64 bytes; seven are above a bit of the scale (iq2_xxs, iq3_xxs) or the ninth bit of the index (iq2_xs)
 //     high     bits of the index beyond eight, 1 to 3 for each byte of `index`, in its order; of iq1_m the shift is a fourth
 //
-// A group is 16 columns. Points of eight: a quarter of a register is [group of 2][4 rows][2 points], so that interleaving a table's
-// first four coordinates with its last four gives a register for each group, whose lane is a row, and a lane's bytes are columns
-// c, c + 8, c + 4, c + 12 for c in 0..3. Points of four are stored in that order: a register for each group, its lane a row,
-// bytes the points 0, 2, 1, 3. Signs are like points of eight.
+// A group is 16 columns. Points of eight: a quarter of a register is [group of 2][4 rows][2 points], so that interleaving a
+// table's first four coordinates with its last four gives a register for each group, whose lane is a row, and a lane's bytes are
+// columns c, c + 8, c + 4, c + 12 for c in 0..3. Points of four are stored in that order: a register for each group, its lane a
+// row, bytes the points 0, 2, 1, 3. Signs are like points of eight.
 #pragma once
 
 #include "formats/codebook.h"

@@ -1,8 +1,8 @@
 // tiles_codebook.h with VBMI: a permutation of bytes looks 64 points up in 128 entries of a table, so that points cost two
 // instructions for each 128 of them and each 64 points, and never a load for each point.
 //
-// A table has a byte for each point: the codes of half its coordinates. An entry becomes a byte of the weight with its sign by one more
-// permutation, of 64 levels.
+// A table has a byte for each point: the codes of half its coordinates. An entry becomes a byte of the weight with its sign by
+// one more permutation, of 64 levels.
 #include <algorithm>
 #include <bit>
 
@@ -60,8 +60,8 @@ FEWBITS_VBMI_INLINE __m512i bits_above(const uint8_t* high, size_t i, __m512i si
   if constexpr (Of::kHigh == 2) return fields<2>(_mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(high))));
   if constexpr (Of::kHigh == 3) {
     const __m512i three_u8x64 = _mm512_castsi256_si512(_mm256_maskz_loadu_epi8(0xffffff, high));
-    const __m512i bytes_u8x64 = _mm512_add_epi64(_mm512_set1_epi64(0x020100),
-                                                 _mm512_mullo_epi64(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi64(0x030303)));
+    const __m512i bytes_u8x64 = _mm512_add_epi64(
+        _mm512_set1_epi64(0x020100), _mm512_mullo_epi64(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi64(0x030303)));
     return fields<3>(_mm512_maskz_permutexvar_epi8(0x0707070707070707, bytes_u8x64, three_u8x64));
   }
   return fields<4>(_mm512_cvtepu32_epi64(load_32(high)));
@@ -89,7 +89,8 @@ FEWBITS_VBMI_INLINE Points<Of> read_points(const uint8_t* chunk, const uint8_t* 
     } else {
       const __m512i above_u8x64 = bits_above<Of>(high, i, signs_u8x64);
       points.key[i] = _mm512_and_si512(_mm512_ternarylogic_epi64(one_u8x64, eighth_u8x64, above_u8x64, 0xca), tables_u8x64);
-      if constexpr (Of::kSigns == Signs::kOfPoint) signs_u8x64 = _mm512_movm_epi8(_mm512_test_epi8_mask(above_u8x64, _mm512_set1_epi8(16)));
+      if constexpr (Of::kSigns == Signs::kOfPoint)
+        signs_u8x64 = _mm512_movm_epi8(_mm512_test_epi8_mask(above_u8x64, _mm512_set1_epi8(16)));
     }
   }
   if constexpr (Of::kSigns == Signs::kOfRun) {
@@ -98,14 +99,16 @@ FEWBITS_VBMI_INLINE Points<Of> read_points(const uint8_t* chunk, const uint8_t* 
     return points;
   }
   if constexpr (Of::kSigns == Signs::kSeven)
-    signs_u8x64 = _mm512_permutex2var_epi8(load_64(kEightSigns.data()), _mm512_srli_epi16(signs_u8x64, 1), load_64(kEightSigns.data() + 64));
+    signs_u8x64 = _mm512_permutex2var_epi8(load_64(kEightSigns.data()), _mm512_srli_epi16(signs_u8x64, 1),
+                                           load_64(kEightSigns.data() + 64));
   by_group(signs_u8x64, Of::kShifts ? signs_u8x64 : _mm512_srli_epi16(signs_u8x64, 4), points.sign[0], points.sign[1]);
   return points;
 }
 
 // Entries of both tables. An index stays in its byte until its 128 entries are read.
 template <typename Of>
-FEWBITS_VBMI_INLINE void look_up(const Codebook& codebook, const Points<Of> (&points)[Of::kTogether], Entries (&into)[Of::kTogether]) {
+FEWBITS_VBMI_INLINE void look_up(const Codebook& codebook, const Points<Of> (&points)[Of::kTogether],
+                                 Entries (&into)[Of::kTogether]) {
   __m512i found[Of::kTogether][Of::kRegisters][2];
 #pragma GCC unroll 4
   for (size_t s = 0; s < Of::kTogether; ++s)
@@ -145,7 +148,8 @@ FEWBITS_VBMI_INLINE void look_up(const Codebook& codebook, const Points<Of> (&po
 
 // Columns c, c + 8, c + 4, c + 12 of a group.
 template <typename Of>
-FEWBITS_VBMI_INLINE __m512i bytes_of(const Entries& entries, const Points<Of>& points, size_t group, int c, __m512i levels_u8x64) {
+FEWBITS_VBMI_INLINE __m512i bytes_of(const Entries& entries, const Points<Of>& points, size_t group, int c,
+                                     __m512i levels_u8x64) {
   const __m512i entry_u8x64 = Of::kDims == 8 ? _mm512_srli_epi16(entries.of[group][0], 2 * static_cast<unsigned>(c))
                                              : _mm512_srli_epi16(entries.of[group][c / 2], 3 * static_cast<unsigned>(c % 2));
   __m512i sign_u8x64 = points.sign[group];
@@ -161,8 +165,7 @@ FEWBITS_VBMI_INLINE __m512i bytes_of(const Entries& entries, const Points<Of>& p
 
 // Activations of a chunk in the order of the columns of bytes_of.
 FEWBITS_VBMI_INLINE void order_activations(const int8_t* from, int8_t* into) {
-  const __m512i order_u8x64 =
-      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15));
+  const __m512i order_u8x64 = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15));
 #pragma GCC unroll 4
   for (size_t i = 0; i < kChunk; i += 64) _mm512_store_si512(into + i, _mm512_shuffle_epi8(load_64(from + i), order_u8x64));
 }
@@ -196,7 +199,8 @@ FEWBITS_VBMI void dot(const Tiling& tiling, StripeSums (&stripes)[kStreams], siz
         for (size_t group = 0; group < 2; ++group) {
 #pragma GCC unroll 4
           for (int c = 0; c < 4; ++c) {
-            const __m512i x_i8x64 = _mm512_set1_epi32(load<int32_t>(reinterpret_cast<const uint8_t*>(q) + 32 * b + 16 * group + 4 * c));
+            const __m512i x_i8x64 =
+                _mm512_set1_epi32(load<int32_t>(reinterpret_cast<const uint8_t*>(q) + 32 * b + 16 * group + 4 * c));
             sum_i32x16 = _mm512_dpbusd_epi32(sum_i32x16, bytes_of(entries[s], points[s], group, c, levels_u8x64), x_i8x64);
           }
           if (!Of::kBy16 && group == 0) continue;
@@ -273,14 +277,16 @@ FEWBITS_VBMI void expand(const Tiling& tiling, const uint8_t* chunk, size_t, flo
     const __m512 d_f32x16 = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(d_i32x16)), unit_f32x16);
 #pragma GCC unroll 16
     for (unsigned i = 0; i < 16; ++i)
-      store_scale(_mm512_and_si512(_mm512_srli_epi32(word_i32x16[i / 4], 3 * (i % 4)), _mm512_set1_epi32(7)), d_f32x16, scale + i * stride);
+      store_scale(_mm512_and_si512(_mm512_srli_epi32(word_i32x16[i / 4], 3 * (i % 4)), _mm512_set1_epi32(7)), d_f32x16,
+                  scale + i * stride);
     return;
   }
   const __m512 d_f32x16 = _mm512_mul_ps(_mm512_cvtph_ps(load_32(chunk)), unit_f32x16);
   if constexpr (Of::kScaleBesideSigns) {
     const uint8_t* signs = chunk + 2 * kStripe + 64 * Of::kRegisters;
     // the four bits of a row, by group; unpacking gives two of them twice: weights 1 and 2, or 4 and 8
-    const __m512i bit_u8x64 = _mm512_set1_epi8(1), low_i8x64 = _mm512_set1_epi32(0x00000201), high_i8x64 = _mm512_set1_epi32(0x00000804);
+    const __m512i bit_u8x64 = _mm512_set1_epi8(1), low_i8x64 = _mm512_set1_epi32(0x00000201),
+                  high_i8x64 = _mm512_set1_epi32(0x00000804);
     for (size_t b = 0; b < kChunkBlocks; ++b, signs += Of::kBlockBytes) {
       __m512i group_u8x64[2];
       const __m512i bits_u8x64 = _mm512_and_si512(load_64(signs), bit_u8x64);

@@ -7,7 +7,7 @@ layout   a lane has 32 columns of a row, four vectors, and reads a number or two
          `sub`: scales of 3 or 4 bits, in bytes or above other bits. d: float16. repack_points.py puts the bits there
 bytes    as stored, to the bit: iq1_s 0.195 per weight, iq1_m 0.219, iq2_xxs 0.258, iq2_xs 0.289, iq2_s 0.320, iq3_xxs 0.383, iq3_s 0.430.
          The table of points beside them has 1 KB (iq3_xxs) to 16 KB (iq1) and is read from the first-level cache
-bound    for one token instructions, on an A100 or H100: 6 to 8 per weight take longer than memory needs for 2 bits (docs/kernels.md).
+bound    for one token instructions, on an A100 or H100: 6 to 9 per weight take longer than memory needs for 2 bits (docs/kernels.md).
          Levels of 3 bits in planes would take fewer, and 1.5 times the memory, which is what these types are chosen for. tile_shapes.csv
          has the shapes, under 0 bits
 weights  d * sub * unit * whole number, and d * sub * point + d * sub * shift of iq1_s: 11 bits times 5 times 6 are exact in float32
