@@ -120,11 +120,7 @@ def test_signs_are_chosen_nearly_as_well_as_by_trying_all(fmt: Format) -> None:
     signs = slow.allowed_signs(fmt.name)
     best = [slow.least_cost(*pair, fmt.name, signs) for pair in zip(x.reshape(count, -1), weight.reshape(count, -1), strict=True)]
     excess = float(found.sum()) / sum(best)
-    print(fmt.name, excess)
-    assert excess <= (MOST_EXCESS if book(fmt).signs == "even" else 1 + 2**-21)
-
-
-MOST_EXCESS = 1.05
+    assert excess <= (1.01 if book(fmt).signs == "even" else 1 + 2**-21)  # 0.16 % for iq2_xxs, 0.27 % for iq2_xs, 0.72 % for iq3_xxs
 
 
 @every_codebook
@@ -143,9 +139,10 @@ def test_what_no_scale_reaches_gets_the_largest_values_of_its_sign(fmt: Format) 
 def test_columns_without_importance_get_the_codes_nearest_to_them(fmt: Format) -> None:
     w = torch.randn(4, 512, generator=torch.Generator().manual_seed(4))
     importance = (torch.arange(512) >= 256).float()
-    grid = fmt.fit(w)
+    grid, nothing = fmt.fit(w), torch.zeros(512)
     assert torch.equal(fmt.encode(w, grid, importance), fmt.encode(w, grid))
-    assert torch.equal(fmt.encode(w, grid, torch.zeros(512)), fmt.encode(w, grid))
+    assert torch.equal(fmt.encode(w, grid, nothing), fmt.encode(w, grid))
+    assert all(same_bits(entry, grid[name]) for name, entry in fmt.fit(w, nothing).items())
 
 
 # --- native code against torch
@@ -169,18 +166,18 @@ def odd_rows(cols: int) -> Tensor:
     return w
 
 
-def importances(cols: int) -> list[Tensor | None]:
+def wide_importance(cols: int) -> Tensor:
     made = torch.Generator().manual_seed(5)
-    wide = torch.rand(cols, generator=made) * 10 ** torch.empty(cols).uniform_(-6, 3, generator=made)
-    wide[torch.rand(cols, generator=made) < 0.3] = 0
-    return [None, wide, torch.zeros(cols)]
+    importance = torch.rand(cols, generator=made) * 10 ** torch.empty(cols).uniform_(-6, 3, generator=made)
+    importance[torch.rand(cols, generator=made) < 0.3] = 0
+    return importance
 
 
 @pytest.mark.skipif(not ISAS, reason="there is no native module")
-@pytest.mark.parametrize("how_many", [0, 1, 2], ids=["no importance", "some without importance", "none with importance"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @every_codebook
-def test_scales_and_codes_have_the_bits_that_torch_finds(fmt: Format, how_many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    w, importance = odd_rows(256), importances(256)[how_many]
+def test_scales_and_codes_have_the_bits_that_torch_finds(fmt: Format, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, importance = odd_rows(256), wide_importance(256) if weighted else None
 
     def found(kernel: str, rows: slice) -> list[Tensor]:
         monkeypatch.setenv("FEWBITS_KERNEL", kernel)
