@@ -214,7 +214,9 @@ def test_threads_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(torch, "get_num_threads", lambda: 5)
             again = fmt.fit(w, importance)
             assert all(same_bits(again[name], grid[name]) for name in grid)
-            assert torch.equal(fmt.encode(w, grid, importance)[40:41], fmt.encode(w[40:41], {k: v[40:41] for k, v in grid.items()}, importance))
+            assert torch.equal(
+                fmt.encode(w, grid, importance)[40:41], fmt.encode(w[40:41], {k: v[40:41] for k, v in grid.items()}, importance)
+            )
 
 
 @pytest.mark.skipif(not ISAS, reason="there is no native module")
@@ -223,7 +225,12 @@ def test_arrays_that_do_not_belong_together_are_refused() -> None:
     x, weight, codes = torch.randn(2, 256).numpy(), torch.ones(256).numpy(), torch.zeros(2, 64, dtype=torch.int32).numpy()
     native.nearest_vectors("scalar", points.native, x, weight, codes, 1)
     narrow = x[:, :254].copy()
-    for wrong in (("mmx", x, weight, codes), ("scalar", narrow, weight, codes), ("scalar", x, weight[:-1], codes), ("scalar", x, weight, codes[:1])):
+    for wrong in (
+        ("mmx", x, weight, codes),
+        ("scalar", narrow, weight, codes),
+        ("scalar", x, weight[:-1], codes),
+        ("scalar", x, weight, codes[:1]),
+    ):
         with pytest.raises(ValueError):
             native.nearest_vectors(wrong[0], points.native, *wrong[1:], 1)
     with pytest.raises(ValueError):

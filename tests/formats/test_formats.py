@@ -143,7 +143,7 @@ def share_lost_by_constants(fmt: Format) -> float:
     along, size = kinds.sum(1), kinds.square().sum(1)
     share, best = 1 - along.square() / size / kinds.shape[1], along / size * usual_value(fmt)  # in units of the usual scale
     missed = (0.7 / (trials - 1) / 2 / best).square()
-    return float((share + missed)[(0.6 <= best) & (best <= 1.3)].min()) + 2**-18  # float16 scales: 2^-11 of a weight at most
+    return float((share + missed)[(best >= 0.6) & (best <= 1.3)].min()) + 2**-22  # float16 scales: off by 2^-11 at most
 
 
 @quantized

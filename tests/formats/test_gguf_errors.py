@@ -53,14 +53,18 @@ def test_one_scale_is_nearly_the_best_of_all_float16(name: str, slack: float) ->
     assert error_of(fmt, w, importance) <= slack * torch.stack(best).double().sum()
 
 
-@pytest.mark.parametrize("name", [*K_TYPES, "iq4_xs"])
+@pytest.mark.parametrize("name", [*K_TYPES, "iq4_xs", *(f.name for f in GGUF if f.dimension > 1)])
 def test_the_scale_of_a_super_block_is_the_least_squares_one_for_its_codes(name: str) -> None:
     fmt, source = formats.get(name), torch.Generator().manual_seed(10)
     w, importance = torch.randn(8, 512, generator=source), (1.2 * torch.randn(512, generator=source)).exp()
     grid = fmt.fit(w, importance)
-    codes = fmt.encode(w, grid)
-    per_d, per_dmin = fmt.affine({entry: torch.ones_like(v) if v.is_floating_point() else v for entry, v in grid.items()})
-    unit = [decode(codes, fmt.levels, per_d)] + ([] if per_dmin is None else [per_dmin])
+    codes = fmt.encode(w, grid, importance)
+    ones = {entry: torch.ones_like(v) if v.is_floating_point() else v for entry, v in grid.items()}
+    per_d, per_dmin = fmt.affine(ones)
+    if fmt.levels is None:
+        unit = [fmt.decode(codes, ones)]  # what shifts the points is multiplied by d too
+    else:
+        unit = [decode(codes, fmt.levels, per_d)] + ([] if per_dmin is None else [per_dmin])
     root = importance.sqrt().repeat(8).reshape(-1, 256, 1).double()
     known, wanted = torch.stack(unit, -1).reshape(-1, 256, len(unit)) * root, w.reshape(-1, 256, 1) * root
     least = (known @ torch.linalg.lstsq(known, wanted).solution - wanted).square().sum()

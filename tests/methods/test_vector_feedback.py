@@ -8,6 +8,7 @@ import itertools
 import pytest
 import slow
 import torch
+from enumerated import one_of
 from packed_weights import random_codes
 from test_error_feedback import DAMPING, ISAS, inputs, loss, same, weights
 from torch import Tensor
@@ -66,10 +67,9 @@ def test_it_beats_rounding_with_the_same_importance(fmt: Format) -> None:
     stakes = h.diagonal().float()
     grid = fmt.fit(w, stakes)
     rounded = fmt.decode(fmt.encode(w, grid, stakes), grid)
-    first = loss(fmt, w, h, error_feedback.solve(w, fmt, h, passes=0))
-    both = loss(fmt, w, h, error_feedback.solve(w, fmt, h))
-    assert both < first < float(error_feedback.objective(w, rounded, h).sum())
-    assert both / float(error_feedback.objective(w, rounded, h).sum()) < 0.6
+    first, both = (loss(fmt, w, h, error_feedback.solve(w, fmt, h, passes=passes)) for passes in (0, 2))
+    assert both < first
+    assert both / float(error_feedback.objective(w, rounded, h).sum()) < 0.45  # 0.26 to 0.34 on inputs as correlated as these
 
 
 @every_codebook
@@ -149,7 +149,8 @@ def test_no_visit_that_keeps_raises_the_error(fmt: Format) -> None:
             assert torch.equal(whole()[unchanged], before[unchanged])
 
 
-@every_codebook
+@pytest.mark.skipif(not ISAS, reason="no native module")
+@pytest.mark.parametrize("fmt", one_of(sorted(VECTORS, key=lambda f: f.name not in ("iq1_s", "iq2_xxs", "iq3_s")), stay=3))
 def test_every_native_loop_gives_the_same_codes(fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     w, h = weights(19, 512), inputs(512)
     w[5], w[6, ::2], w[7] = 0, -0.0, w[7] * 1e-10

@@ -11,6 +11,7 @@
 // A step is 4 columns of 16 rows: 64 bytes, which one instruction multiplies. A plane of b bits holds the eight steps of 32
 // columns in 8 * b bytes of each lane: of 4 bits, step k low and k + 4 high; of 2, steps k, k + 2, k + 4, k + 6; of 1, all.
 // Six-bit integers of scales are planes of 4 and 2 bits too. So nothing grows, except scales of rows, which every chunk repeats.
+// Formats with a codebook have a layout of their own: tiles_codebook.h.
 #pragma once
 
 #include "matmul/matmul.h"
