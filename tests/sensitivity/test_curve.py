@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ class TestCurve:
     def test_it_never_falls_and_is_undone(self, curve: Curve) -> None:
         places = [10 ** (k / 8) for k in range(-32, 9)]
         measured = [curve.measured(p) for p in places]
-        assert all(b >= a for a, b in zip(measured, measured[1:], strict=False))
+        assert all(b >= a for a, b in itertools.pairwise(measured))
         assert [curve.measured(curve.predicted(m)) for m in measured] == pytest.approx(measured, rel=1e-6)
 
     def test_points_that_say_nothing_are_left_out(self) -> None:
