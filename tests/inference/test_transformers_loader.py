@@ -206,12 +206,8 @@ class TestMatrix:
 def packed(format: str, shape: tuple[int, int]) -> tuple[PackedWeight, Tensor]:
     """A matrix that was filled, and what it decodes to."""
     fmt, w = formats.get(format), torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    codes, grid = w, fmt.fit(w)
-    if fmt.levels is not None:
-        from fewbits.formats.storage.codes import encode
-
-        codes = encode(w, fmt.levels, *fmt.affine(grid))
-    parts = kernels.pack(fmt, codes, grid)
+    grid = fmt.fit(w)
+    parts = kernels.pack(fmt, w if fmt.is_cast else fmt.encode(w, grid), grid)
     holder = torch.nn.Module()
     matrix = PackedWeight(holder, torch.Size(shape), weight=weights.Weight("w", shape, "other", "fp32"), fmt=fmt, dtype=torch.float32)
     for name, part in parts.items():
