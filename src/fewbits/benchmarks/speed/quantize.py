@@ -83,6 +83,8 @@ class GgmlQuantizer:
     def __init__(self, name: str, w: Tensor, importance: Tensor | None, threads: int) -> None:
         self._name = ggml.SPELLED[name]
         self._shares = [share.numpy() for share in w.tensor_split(threads) if len(share)]
+        if importance is None and ggml.needs_importance(self._name):
+            importance = torch.ones(w.shape[1])  # it would stop the program
         self._importance = None if importance is None else importance.numpy()
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
