@@ -321,11 +321,11 @@ def test_a_terminated_run_leaves_nothing_but_finished_weights(tmp_path: Path) ->
         "-o",
         str(tmp_path / "t.gguf"),
         "--format",
-        "q2_k",
+        "iq1_s",  # slow enough to be stopped in the middle
     ]
     running = subprocess.Popen(words, stderr=subprocess.DEVNULL)
-    while not list(tmp_path.rglob("*.partial")) and running.poll() is None:
-        time.sleep(0.01)
+    while not list(tmp_path.rglob("weight-*")) and running.poll() is None:  # the first weight is finished
+        time.sleep(0.002)
     running.terminate()
     assert running.wait() == 143
     work = tmp_path / "t.gguf.work"
