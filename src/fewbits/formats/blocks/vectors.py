@@ -97,13 +97,6 @@ def from_little_endian(packed: Tensor, dtype: str) -> Tensor:
     return numbers
 
 
-def seven_signs(signs: Tensor) -> Tensor:
-    """(..., n, 8) bits with an even number of ones -> (..., n) seven of them: the last follows."""
-    from fewbits.formats.storage.codebooks import number_of
-
-    return number_of(signs[..., :7])
-
-
 def eight_signs(seven: Tensor) -> Tensor:
     """(...) numbers of seven bits -> eight bits in a number, whose last makes the ones even."""
     from fewbits.formats.storage.codebooks import bits_of

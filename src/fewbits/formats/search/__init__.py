@@ -26,6 +26,7 @@ from fewbits.formats.search import long_rows, native
 from fewbits.formats.search.groups import FLOAT16_STEP, Groups, extreme, float16_scale, total
 from fewbits.formats.search.integers import MOST, Lined, Scaled, inverted
 from fewbits.formats.search.trial_points import KEPT, line_starts, scale_trials
+from fewbits.formats.storage.codebooks import normalised
 from fewbits.formats.storage.codes import Levels, as_float16
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def importance_like(w: Tensor, importance: Tensor | None, group: int) -> Tensor 
         return None
     if importance.shape != (w.shape[1],):
         raise ValueError(f"importance has shape {tuple(importance.shape)}, the weight has {w.shape[1]} columns")
-    mean = importance.float().mean()
-    return (importance.float() / mean if mean > 0 else torch.ones_like(importance)).clamp(min=1e-6).reshape(1, -1, group)
+    return normalised(importance).reshape(1, -1, group)
 
 
 def fit_scale(
