@@ -113,7 +113,7 @@ def of(fmt: Format) -> Scheme | str:
     low = fmt.levels[0]
     if list(fmt.levels) != [low + i for i in range(len(fmt.levels))]:
         return f"{fmt.name} has levels that are not consecutive integers; compressed-tensors knows no others"
-    float16 = isinstance(fmt, OneScale) or ("scales" in specs and specs["scales"].dtype == "float16")
+    float16 = isinstance(fmt, OneScale) or ("scales" in specs and specs["scales"].dtype == "float16" and "biases" not in specs)
     if not float16:
         return (
             f"{fmt.name} has scales of scales, or a minimum per block; compressed-tensors keeps one float scale and an integer zero point"
