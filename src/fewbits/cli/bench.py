@@ -22,6 +22,12 @@ OneShape = Annotated[str, typer.Option("--shape", metavar="KxN", help="Columns x
 Work = Annotated[Path, typer.Option("-o", "--out", help="Folder for files and measurements: a run that was stopped goes on from it.")]
 Sequential = Annotated[bool, typer.Option("--sequential", help="Ours: as in `fewbits quantize`.")]
 Tune = Annotated[int | None, typer.Option("--tune", min=0, help="Ours: as in `fewbits quantize`; 0: none.")]
+Rivals = Annotated[
+    str,
+    typer.Option("--peer", help="More peers, with commas, each in an environment of its own: `fewbits bench install` makes those."),
+]
+RivalFolder = Annotated[Path | None, typer.Option("--peer-env", help="Folder of the peers' environments. Default: in the user's cache.")]
+RivalSteps = Annotated[int | None, typer.Option("--peer-steps", min=1, help="Of AutoRound. Default: its own, 200.")]
 Remake = Annotated[bool, typer.Option("--remake", help="Make and measure ours again; the peer's files stay.")]
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements against peers and limits, as ratios in one run.")
@@ -34,7 +40,9 @@ def quality(
     data: Calibration = None,
     held_out: HeldOut = None,
     stats: Stats = None,
-    formats: Annotated[str, typer.Option("--formats", help="GGUF formats, with commas.")] = "q4_0,q4_1,q5_0,iq4_nl",
+    formats: Annotated[
+        str, typer.Option("--formats", help="GGUF formats, with commas; or int4_g32,int4_g128 (in transformers, against --peer).")
+    ] = "q4_0,q4_1,q5_0,iq4_nl",
     guard: Annotated[str, typer.Option("--guard", help="Of these, the ones to make with the plain Hessian too.")] = "q4_0",
     samples: Samples = 64,
     tokens: Tokens = 40960,
@@ -43,16 +51,24 @@ def quality(
     tune: Tune = None,
     remake: Remake = False,
     whole: Annotated[bool, typer.Option("--whole", help="Quantize the embedding too, instead of keeping it.")] = False,
+    peer: Rivals = "",
+    peer_env: RivalFolder = None,
+    peer_steps: RivalSteps = None,
     as_json: Json = False,
 ) -> None:
-    """Same bytes, in llama.cpp: KL of its own quantizer with an importance matrix, ours, and ours with the plain Hessian."""
+    """Same bytes, one format: KL of llama.cpp's own quantizer with an importance matrix, ours, ours with the plain Hessian, and peers.
+
+    Peers of int4_g32 and int4_g128 in transformers: autoround, autoround-ext, autoround-rtn, llmcompressor-gptq, llmcompressor-awq,
+    llmcompressor-awq-asym; llmcompressor is the first two of its three.
+    """
     from fewbits.benchmarks.quality.contest import Ours, Texts
+    from fewbits.benchmarks.quality.outside import outside
     from fewbits.benchmarks.quality.same_bytes import quality as run
     from fewbits.benchmarks.tables import quality as tables
 
     texts, keep = Texts(data or (), held_out or (), stats, samples, tokens), () if whole else ("embed|wte|lm_head=keep",)
-    ours = Ours(method, sequential, tune, remake)
-    result = run(model, out, texts, names_of(formats), names_of(guard), keep, ours, progress_for(as_json, False))
+    ours, who = Ours(method, sequential, tune, remake, names_of(guard)), outside(names_of(peer), peer_env, peer_steps)
+    result = run(model, out, texts, names_of(formats), keep, ours, who, progress_for(as_json, False))
     show(result, tables.formats, as_json)
 
 
@@ -73,15 +89,35 @@ def plans(
     sequential: Sequential = False,
     tune: Tune = None,
     remake: Remake = False,
+    peer: Rivals = "",
+    peer_env: RivalFolder = None,
+    peer_steps: RivalSteps = None,
     as_json: Json = False,
 ) -> None:
-    """Same bytes, in llama.cpp: its own mixes with its own quantizer, that quantizer with our allocation, and ours."""
+    """Same bytes, in llama.cpp: its own mixes with its own quantizer, that quantizer with other allocations, ours, and peers.
+
+    Peers: autoround, autoround-ext, autoround-rtn, autoscheme; target-size is llama.cpp's allocation by target size, which is there
+    without --brief anyway.
+    """
     from fewbits.benchmarks.quality.contest import Ours, Texts
+    from fewbits.benchmarks.quality.outside import outside
     from fewbits.benchmarks.quality.plans import plans as run
     from fewbits.benchmarks.tables import quality as tables
 
-    texts, ours = Texts(data or (), held_out or (), stats, samples, tokens), Ours(sequential=sequential, tune=tune, remake=remake)
-    show(run(model, out, texts, names_of(mixes), brief, names_of(formats), ours, progress_for(as_json, False)), tables.mixes, as_json)
+    texts, who = Texts(data or (), held_out or (), stats, samples, tokens), outside(names_of(peer), peer_env, peer_steps)
+    ours = Ours(sequential=sequential, tune=tune, remake=remake, formats=names_of(formats))
+    show(run(model, out, texts, names_of(mixes), brief, ours, who, progress_for(as_json, False)), tables.mixes, as_json)
+
+
+@bench.command()
+def install(
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="autoround or llmcompressor.")],
+    peer_env: RivalFolder = None,
+) -> None:
+    """A peer for `quality` and `plans`, in an environment of its own, by pip: 1.5 GB. Its versions reach nothing of fewbits."""
+    from fewbits.benchmarks.peers import environments
+
+    typer.echo(environments.install(peer.lower(), peer_env or environments.usual_folder(), progress_for(False, False)))
 
 
 @bench.command()

@@ -1,4 +1,4 @@
-"""Files of several makers in llama.cpp, against the float model in torch: what both comparisons of quality share.
+"""Files of several makers in one runtime, against the float model in torch: what both comparisons of quality share.
 
 A run takes an hour on a model of 135 million weights, so files and measurements stay in a folder, a few windows at a time, and a run that
 was stopped resumes from them. Differences are judged in pairs, position by position, by a block bootstrap.
@@ -95,6 +95,8 @@ class Ours:
     sequential: bool = False  # each block is fitted to what the quantized blocks before it give
     tune: int | None = None  # steps of tuning scales, block by block; None: as `fewbits quantize` decides
     remake: bool = False  # files of ours that an earlier run left, with what was measured on them; the peer's stay
+    plain: Sequence[str] = ()  # formats that are also made with the plain Hessian
+    formats: Sequence[str] = ()  # of our plans; none: all that llama.cpp quantizes to
 
 
 BY_DEFAULT = Ours()
@@ -129,11 +131,11 @@ def found(file: MeasuredLogits, peer: MeasuredLogits | None) -> Found:
         kl_ci95=metrics.bootstrap_ci95(kl),
         top1=float(np.mean(file.agrees)),
         ppl_ratio=float(np.exp(nll.mean() - base.mean())),
-        to_peer=None if peer is None else _to_peer(file, peer),
+        to_peer=None if peer is None else compared(file, peer),
     )
 
 
-def _to_peer(file: MeasuredLogits, peer: MeasuredLogits) -> ToPeer:
+def compared(file: MeasuredLogits, peer: MeasuredLogits) -> ToPeer:
     kl, peers = np.array(file.kl), np.array(peer.kl)
     gain = np.array(file.agrees, float) - np.array(peer.agrees, float)
     low, high = metrics.bootstrap_ci95(np.array(file.nll) - np.array(peer.nll))
@@ -150,7 +152,7 @@ def _to_peer(file: MeasuredLogits, peer: MeasuredLogits) -> ToPeer:
 class OnText(Generic[R]):
     text: str
     tokens: int
-    kl_floor: float  # the float file in llama.cpp
+    kl_floor: float  # the float file in the same runtime
     kl_q8_0: float  # what 8-bit activations and weights cost there
     rows: tuple[R, ...]
 
@@ -158,6 +160,7 @@ class OnText(Generic[R]):
 @dataclass(frozen=True)
 class Judged(Generic[R]):
     model: str
+    runtime: str
     texts: tuple[OnText[R], ...]
 
     def to_dict(self) -> dict[str, object]:
@@ -168,33 +171,47 @@ class Contest:
     """`settings` are written beside the files: a folder made with others is refused."""
 
     def __init__(
-        self, source: Model, folder: Path, texts: Texts, settings: Mapping[str, Any], progress: Progress[Any], ours: Ours = BY_DEFAULT
+        self,
+        source: Model,
+        folder: Path,
+        texts: Texts,
+        settings: Mapping[str, Any],
+        progress: Progress[Any],
+        ours: Ours = BY_DEFAULT,
+        to: str = "gguf",
     ) -> None:
         self.source, self.folder, self.progress, self.texts, self.ours = source, folder, progress, texts, ours
         self.windows = texts.windows(source)
         self.statistics = texts.statistics(source, folder / "statistics", progress)
-        self.target = targets.get("gguf")
-        self.judge = runtimes.needed(runtimes.get("llama.cpp"))
+        self.target = targets.get(to)
+        self.judge = runtimes.needed(runtimes.get(self.target.runtime))
         refined = {"method": ours.method, "sequential": ours.sequential, "tune": ours.tune}
         self._check_settings({"model": source.fingerprint, "runs": self.statistics.about["runs"], **refined, **settings})
         self.cache = Cache(folder / "cache", {"code": code_version()})
         self.files = {FLOOR: folder / self.target.file_name}
-        if not self.files[FLOOR].is_file():
+        if not self.files[FLOOR].exists():
             files.float_file(source, self.target, folder, progress)
 
     def add(self, name: str, plan: Plan, maker: str) -> None:
         """Writes a file by this plan, made by `maker`, unless an earlier run did."""
-        path = self.files[name] = self.folder / f"{name.replace(' ', '-', 1)}.gguf"
+        path = self.place(name)
         if self.ours.remake and maker in (OURS, OUR_ROUNDING):
-            path.unlink(missing_ok=True)
+            if path.exists():
+                remove = shutil.rmtree if path.is_dir() else Path.unlink
+                remove(path)
             for measured in (self.folder / "measured").glob(f"*/{name}"):
                 shutil.rmtree(measured)
-        if path.is_file():
+        if path.exists():
             return
         if maker == OURS:
             self._make_ours(plan, path)
         else:
             export.export(self._made(plan, maker, Path(f"{path}.work")), path)
+
+    def place(self, name: str) -> Path:
+        """Where the file of this name is or will be; it takes part from now on."""
+        path = self.files[name] = self.folder / f"{name.replace(' ', '-', 1)}{Path(self.target.file_name).suffix}"
+        return path
 
     def judged(self, rows_of: Callable[[Mapping[str, MeasuredLogits]], Iterable[R]]) -> Judged[R]:
         """Runs all files on every text. `rows_of` makes the rows of a text from what each file gave per position, by the file's name."""
@@ -204,10 +221,13 @@ class Contest:
             length = max(len(each[0]) for each in self.windows.values())
             sessions = {key: opened.enter_context(closing(self.judge.open(path, length))) for key, path in self.files.items()}
             for text, windows in self.windows.items():
-                measured = _measured(reference, sessions, windows, self.folder / "measured" / text, self.progress)
+                measured = _measured(reference, sessions, windows, self.folder / "measured" / text, self._running)
                 floor, eight_bits = (float(np.mean(measured[key].kl)) for key in (FLOOR, EIGHT_BITS))
                 texts.append(OnText(text, len(measured[FLOOR].kl), floor, eight_bits, tuple(rows_of(measured))))
-        return Judged(self.source.path.name, tuple(texts))
+        return Judged(self.source.path.name, self.judge.name, tuple(texts))
+
+    def _running(self, items: Iterable[Any], total: int, what: str) -> Iterator[Any]:
+        return self.progress(items, total, f"{what} in {self.judge.name}")
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         path = self.folder / "settings.json"
@@ -279,7 +299,7 @@ def _measured(
     """A few windows at a time, and a file for what each of the contenders gave on them."""
     whole = {key: MeasuredLogits() for key in sessions}
     starts = range(0, len(windows), _PART)
-    for start in progress(starts, len(starts), "running in llama.cpp"):
+    for start in progress(starts, len(starts), "running"):
         part = windows[start : start + _PART]
         name = hashlib.sha256(str(part).encode()).hexdigest()[:16]
         files = {key: folder / key / f"{name}.json" for key in sessions}

@@ -3,6 +3,9 @@
 For every mix three files: the peer's (its types, its rounding, an importance matrix), its rounding with our allocation, and ours. All
 read the same statistics. One more file shows equal KL: ours with 12 % fewer bytes than the peer's. A size in bits per weight stands beside
 the mixes: no peer has a file for it, but the forecast can be held against what was measured.
+
+Further baselines: llama.cpp's allocation by target size with its own rounding, and peers in environments of their own. Where a peer's file
+has fewer bytes than ours of that mix, one more of ours is made for its bytes, and compared with it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits import formats, model, planning, sensitivity
 from fewbits.artifact.draft import Draft
 from fewbits.benchmarks.peers.ggml import SPELLED
+from fewbits.benchmarks.quality import outside
 from fewbits.benchmarks.quality.contest import (
     BY_DEFAULT,
     EIGHT_BITS,
@@ -27,9 +31,14 @@ from fewbits.benchmarks.quality.contest import (
     Judged,
     Ours,
     Texts,
+    ToPeer,
+    compared,
     found,
 )
+from fewbits.benchmarks.quality.outside import NOBODY, Outside
+from fewbits.benchmarks.quality.target_size import plan_by_target_size
 from fewbits.errors import InputError
+from fewbits.inspection.sizes import bits_per_weight
 from fewbits.planning import budgets, recipes
 from fewbits.planning.allocation import allocator
 from fewbits.planning.constraints import UNCONSTRAINED
@@ -45,10 +54,13 @@ if TYPE_CHECKING:
     from fewbits.verification.metrics import MeasuredLogits
 
     Planned = Callable[[Allocator], Plan]
+    Key = tuple[str, str]  # a mix or a size, and a maker
 
 MIXES = ("q4_k_m", "iq4_xs", "q3_k_m", "q4_0", "q2_k")
 SMALLER = 0.88  # of the bytes of the first mix: equal KL with 12 % less
 ALLOCATION = "our allocation, ggml + imatrix"
+BY_TARGET_SIZE = "target size, ggml + imatrix"
+_ROUNDED_BY_PEER = (PEER, ALLOCATION, BY_TARGET_SIZE)
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,7 @@ class MixRow:
     bits_per_weight: float
     predicted: float | None  # KL of the plan, where the table has the maker's method
     found: Found
+    ours: ToPeer | None  # our file of no more bytes, compared with this one
 
 
 def plans(
@@ -69,18 +82,16 @@ def plans(
     texts: Texts,
     sizes: Sequence[str] = MIXES,
     brief: bool = False,
-    names: Sequence[str] = (),
     ours: Ours = BY_DEFAULT,
+    who: Outside = NOBODY,
     progress: Progress[Any] = silent,
 ) -> Judged[MixRow]:
-    """`sizes`: mixes of llama.cpp, or bits per weight as in `2.5bpw`. `brief`: only the peer's files and ours. `names`: the formats of our
-    plans."""
-    for size in sizes:
-        if isinstance(budgets.parse_size(size), budgets.FileBytes):
-            raise InputError(f"`{size}` is neither a mix of llama.cpp nor in bits per weight", "for example `--mixes iq2_m,2.5bpw`")
+    """`sizes`: mixes of llama.cpp, or bits per weight as in `2.5bpw`. `brief`: only the peer's files and ours. `who`: more peers."""
+    _check(sizes, who)
+    who.check(texts)
     sizes, source = [size.lower() for size in sizes], model.open(name)
-    contest = Contest(source, Path(work), texts, {"formats": list(names)}, progress, ours)
-    candidates = [fmt for fmt in pricing.candidates_for(source, contest.target, tuple(names)) if fmt.is_cast or fmt.name in SPELLED]
+    contest = Contest(source, Path(work), texts, {"formats": list(ours.formats)}, progress, ours)
+    candidates = [fmt for fmt in pricing.candidates_for(source, contest.target, tuple(ours.formats)) if fmt.is_cast or fmt.name in SPELLED]
     allocators = {
         method: allocator(
             sensitivity.measure(source, contest.statistics, candidates, method, cache=contest.cache, progress=progress), contest.target
@@ -88,22 +99,65 @@ def plans(
         for method in ((ours.method,) if brief else ("rtn", ours.method))
     }
     made = _plans(contest, sizes, allocators)
+    if who.target_size or not brief:
+        for mix, plan in [(mix, plan) for (mix, maker), plan in made.items() if maker == PEER]:
+            made[mix, BY_TARGET_SIZE] = plan_by_target_size(contest, plan.nbytes, f"llama.cpp within the bytes of {mix}")
+    field = _Field(made, {key: plan.bits_per_weight for key, plan in made.items()}, {key: (key[0], OURS) for key in made})
+    _add_outsiders(contest, field, who, allocators[ours.method])
     contest.add(EIGHT_BITS, planning.uniform(source.weights, contest.target, formats.get("q8_0")), ROUNDING)
-    for (size, maker), plan in made.items():
-        contest.add(f"{size} {maker}", plan, PEER if maker == ALLOCATION else maker)
-
-    def rows(measured: Mapping[str, MeasuredLogits]) -> Iterator[MixRow]:
-        for (size, maker), plan in made.items():
-            figures = found(measured[f"{size} {maker}"], measured.get(f"{size.split()[0]} {PEER}"))
-            nbytes = contest.files[f"{size} {maker}"].stat().st_size
-            yield MixRow(size, maker, nbytes, plan.bits_per_weight, None if maker in (PEER, ALLOCATION) else plan.kl, figures)
-
-    return contest.judged(rows)
+    for (size, maker), plan in field.plans.items():
+        contest.add(f"{size} {maker}", plan, PEER if maker in _ROUNDED_BY_PEER else maker)
+    return contest.judged(lambda measured: _rows(contest, field, sizes, measured))
 
 
-def _plans(contest: Contest, sizes: Sequence[str], allocators: Mapping[str, Allocator]) -> dict[tuple[str, str], Plan]:
+@dataclass(frozen=True)
+class _Field:
+    """Who takes part, by mix and maker."""
+
+    plans: dict[Key, Plan]  # of files that are made here
+    bits: dict[Key, float]  # per weight, of everybody's
+    against: dict[Key, Key]  # the file of ours that each is compared with
+
+
+def _add_outsiders(contest: Contest, field: _Field, who: Outside, allocator: Allocator) -> None:
+    for mix, peer in [(mix, peer) for mix, maker in list(field.plans) if maker == PEER for peer in who.peers if peer.makes(mix)]:
+        job = peer.gguf_job(mix, field.plans[mix, PEER].nbytes, allocator.elements)
+        path = outside.add(contest, who, f"{mix} {peer.maker}", peer, job)
+        bits = field.bits[mix, peer.maker] = bits_per_weight(path, contest.source)
+        ours = field.against[mix, peer.maker] = (mix, OURS)
+        if bits < field.bits[ours]:
+            ours = field.against[mix, peer.maker] = (f"{mix} as {peer.maker}", OURS)
+            room = _of_bytes(int(bits * allocator.elements / 8), f"the bytes of {peer.maker}")
+            field.plans[ours] = _corrected(contest, allocator, room)
+            field.bits[ours] = field.plans[ours].bits_per_weight
+
+
+def _rows(contest: Contest, field: _Field, sizes: Sequence[str], measured: Mapping[str, MeasuredLogits]) -> Iterator[MixRow]:
+    for size, maker in sorted(field.bits, key=lambda key: sizes.index(key[0].split()[0])):
+        file, plan = measured[f"{size} {maker}"], field.plans.get((size, maker))
+        figures = found(file, measured.get(f"{size.split()[0]} {PEER}"))
+        nbytes = contest.files[f"{size} {maker}"].stat().st_size
+        predicted = None if plan is None or maker in _ROUNDED_BY_PEER else plan.kl
+        beside = None
+        if maker not in (OURS, OUR_ROUNDING):
+            beside = compared(measured[" ".join(field.against[size, maker])], file)
+        yield MixRow(size, maker, nbytes, field.bits[size, maker], predicted, figures, beside)
+
+
+def _check(sizes: Sequence[str], who: Outside) -> None:
+    for size in sizes:
+        if isinstance(budgets.parse_size(size), budgets.FileBytes):
+            raise InputError(f"`{size}` is neither a mix of llama.cpp nor in bits per weight", "for example `--mixes iq2_m,2.5bpw`")
+    for peer in who.peers:
+        if not peer.writes_gguf:
+            raise InputError(f"`{peer.name}` writes no GGUF", "`fewbits bench quality --formats int4_g32,int4_g128` takes it")
+        if not any(peer.makes(size.lower()) for size in sizes):
+            raise InputError(f"`{peer.name}` has none of the mixes {', '.join(sizes)}", "for example `--mixes q4_k_m,q4_0,q2_k_s`")
+
+
+def _plans(contest: Contest, sizes: Sequence[str], allocators: Mapping[str, Allocator]) -> dict[Key, Plan]:
     """By mix and maker."""
-    made: dict[tuple[str, str], Plan] = {}
+    made: dict[Key, Plan] = {}
     source, target, ours = contest.source, contest.target, allocators[contest.ours.method]
     mixes = [size for size in sizes if isinstance(budgets.parse_size(size), budgets.Recipe)]
     for mix in mixes:

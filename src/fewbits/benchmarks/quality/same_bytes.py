@@ -1,8 +1,13 @@
-"""Same bytes, who is nearer to the float model? llama.cpp's quantizer with an importance matrix against ours, in llama.cpp itself.
+"""Same bytes, who is nearer to the float model? One format for all weights, made by us and by others, in the runtime of that format.
 
-Both read the same statistics of the same text, and both files hold the same formats, weight for weight. A third file is made with the
-plain Hessian: what error feedback does when nothing is known of the attention sink. Every file runs on text that calibration did not see.
-Weights whose columns do not divide into the blocks of a type get what llama-quantize gives them, on both sides.
+GGUF, in llama.cpp: its own quantizer with an importance matrix against ours. Both read the same statistics of the same text, and both files
+hold the same formats, weight for weight. A third file is made with the plain Hessian: what error feedback does when nothing is known of the
+attention sink. Weights whose columns do not divide into the blocks of a type get what llama-quantize gives them, on both sides.
+
+Groups of 4-bit integers (`int4_g32`, `int4_g128`), as compressed-tensors folders in transformers: peers in environments of their own
+against ours. All quantize the linear layers of the blocks and nothing else.
+
+Every file runs on text that calibration did not see.
 """
 
 from __future__ import annotations
@@ -15,8 +20,26 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import formats, model, planning
 from fewbits.benchmarks.peers.ggml import SPELLED
-from fewbits.benchmarks.quality.contest import BY_DEFAULT, OURS, PEER, PLAIN, ROUNDING, Contest, Found, Judged, Ours, Texts, found
+from fewbits.benchmarks.peers.named import GROUPS, TARGET_SIZE
+from fewbits.benchmarks.quality import outside
+from fewbits.benchmarks.quality.contest import (
+    BY_DEFAULT,
+    OURS,
+    PEER,
+    PLAIN,
+    ROUNDING,
+    Contest,
+    Found,
+    Judged,
+    Ours,
+    Texts,
+    ToPeer,
+    compared,
+    found,
+)
+from fewbits.benchmarks.quality.outside import NOBODY, Outside
 from fewbits.errors import InputError
+from fewbits.inspection.sizes import bits_per_weight
 from fewbits.planning.mixes import BLOCKS_OF_32
 from fewbits.progress import silent
 
@@ -36,6 +59,7 @@ class FormatRow:
     maker: str
     bits_per_weight: float
     found: Found
+    ours: ToPeer | None  # our file of the same format, compared with this one
 
 
 def quality(
@@ -43,30 +67,60 @@ def quality(
     work: str | Path,
     texts: Texts,
     names: Sequence[str] = FORMATS,
-    guard: Sequence[str] = ("q4_0",),
     keep: Sequence[str] = (),
     ours: Ours = BY_DEFAULT,
+    who: Outside = NOBODY,
     progress: Progress[Any] = silent,
 ) -> Judged[FormatRow]:
-    """On each of the held-out texts, with the same files. `guard`: formats that are also made with the plain Hessian. `keep`: overrides of
-    a format, for weights that neither side quantizes."""
-    if unknown := [fmt for fmt in names if formats.get(fmt).name not in SPELLED]:
-        raise InputError(f"llama.cpp has no quantizer for `{unknown[0]}` to compare with", f"it has: {', '.join(SPELLED)}")
-    source = model.open(name)
-    contest = Contest(source, Path(work), texts, {"keep": list(keep)}, progress, ours)
-    wanted = [(fmt, maker) for fmt in names for maker in (PEER, OURS, PLAIN) if maker != PLAIN or fmt in guard]
+    """On each of the held-out texts, with the same files. `keep`: overrides of a format, for weights that neither side quantizes. `who`:
+    the peers beside llama.cpp's quantizer."""
+    names = [formats.get(fmt).name for fmt in names]
+    grouped = [fmt for fmt in names if fmt in GROUPS]
+    _check(names, grouped, keep, who)
+    who.check(texts)
+    source, settings = model.open(name), {"keep": list(keep)} | ({"to": "safetensors"} if grouped else {})
+    contest = Contest(source, Path(work), texts, settings, progress, ours, "safetensors" if grouped else "gguf")
+    makers = (OURS,) if grouped else (PEER, OURS, PLAIN)
+    wanted = [(fmt, maker) for fmt in names for maker in makers if maker != PLAIN or fmt in ours.plain]
     bits = {}
     for fmt, maker in [("q8_0", ROUNDING), *wanted]:
         overrides = (*overrides_for(fmt, source.weights), *keep)
         plan = planning.uniform(source.weights, contest.target, formats.get(fmt), overrides, ours.method if maker == OURS else "rtn")
-        bits[fmt] = plan.bits_per_weight
         contest.add(f"{fmt} {maker}", plan, maker)
+        bits[fmt, maker] = bits_per_weight(contest.files[f"{fmt} {maker}"], source) if grouped else plan.bits_per_weight
+    for fmt in grouped:
+        for peer in who.peers:
+            path = outside.add(contest, who, f"{fmt} {peer.maker}", peer, peer.folder_job(GROUPS[fmt]))
+            wanted.append((fmt, peer.maker))
+            bits[fmt, peer.maker] = bits_per_weight(path, source)
 
     def rows(measured: Mapping[str, MeasuredLogits]) -> Iterator[FormatRow]:
-        for fmt, maker in wanted:
-            yield FormatRow(fmt, maker, bits[fmt], found(measured[f"{fmt} {maker}"], measured[f"{fmt} {PEER}"]))
+        for fmt, maker in sorted(wanted, key=lambda row: names.index(row[0])):
+            file, mine = measured[f"{fmt} {maker}"], measured[f"{fmt} {OURS}"]
+            figures = found(file, measured.get(f"{fmt} {PEER}"))
+            yield FormatRow(fmt, maker, bits[fmt, maker], figures, None if maker == OURS else compared(mine, file))
 
     return contest.judged(rows)
+
+
+def _check(names: Sequence[str], grouped: Sequence[str], keep: Sequence[str], who: Outside) -> None:
+    if grouped and len(grouped) < len(names):
+        other = next(fmt for fmt in names if fmt not in grouped)
+        raise InputError(f"`{other}` is judged in llama.cpp and `{grouped[0]}` in transformers", "run them apart, each with its own `-o`")
+    if unknown := [fmt for fmt in names if fmt not in SPELLED and fmt not in grouped]:
+        known = f"it has: {', '.join(SPELLED)}; for peers with `--peer`: {', '.join(GROUPS)}"
+        raise InputError(f"llama.cpp has no quantizer for `{unknown[0]}` to compare with", known)
+    if grouped and not who.peers:
+        raise InputError(f"`{grouped[0]}` has no peer in llama.cpp", "name others, for example `--peer llmcompressor,autoround`")
+    if grouped and not keep:
+        raise InputError(f"`{grouped[0]}` leaves the embedding in float, as its peers do", "leave `--whole` out")
+    if who.target_size or (who.peers and not grouped):
+        name = who.peers[0].name if who.peers else TARGET_SIZE
+        raise InputError(
+            f"`{name}` makes no file of one GGUF format for all", "`fewbits bench plans` takes it, or `--formats int4_g32,int4_g128`"
+        )
+    if other_kind := [peer for peer in who.peers if not peer.writes_folders]:
+        raise InputError(f"`{other_kind[0].name}` writes no file of one format for all", "`fewbits bench plans` takes it")
 
 
 def overrides_for(fmt: str, weights: Sequence[Weight]) -> list[str]:
