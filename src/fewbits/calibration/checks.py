@@ -24,7 +24,7 @@ _INPUT = {
 }  # fmt: skip
 _GRADIENT = {
     "sensitivity": (torch.float64, "22"), "gradient_square": (torch.float64, "2r"), "fisher_square": (torch.float64, "2c"),
-    "fisher": (torch.float32, "2cc"), "usage": (torch.int64, "r"),
+    "fisher": (torch.float32, "2cc"), "outputs": (torch.float32, "2rk"), "usage": (torch.int64, "r"),
 }  # fmt: skip
 _FIELDS = {"input": _INPUT, "gradient": _GRADIENT}
 _NEEDED = {"input": set(_INPUT) - {"moment", "histogram_counts", "histogram_reach"}, "gradient": set[str]()}

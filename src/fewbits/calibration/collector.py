@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 STEPS = ("input", "hidden", "gradient", "back")  # of the cache
 _SEED = 0  # of the labels
+_FIELDS = 2  # raised when statistics get a new field: results without it do not serve any more
 
 
 class _Enough(Exception):  # noqa: N818 - not an error: the input of the output matrix was seen, and no logits are needed
@@ -62,7 +63,8 @@ class Collector:
         self, blocks: Blocks, samples: Sequence[Sequence[int]], room: Room, cache: Cache, *, hessians: bool, gradients: bool
     ) -> None:
         self.blocks, self.hessians, self.gradients = blocks, hessians, gradients
-        self._cache = cache.of(source=blocks.model.fingerprint, text=hash_of(samples), hessians=hessians, gradients=gradients, seed=_SEED)
+        text, source = hash_of(samples), blocks.model.fingerprint
+        self._cache = cache.of(source=source, text=text, hessians=hessians, gradients=gradients, seed=_SEED, fields=_FIELDS)
         self._walk = Walk(blocks, batches(samples), room)
         self.entry = Entry(self._walk, hessians)
         self._entered = self.entry.enter()

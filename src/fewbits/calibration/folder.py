@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 ABOUT = "statistics.json"
 _HINT = "make it anew with `fewbits calibrate`"
-_SUMS = {"count", "total", "square", "moment", "sensitivity", "gradient_square", "fisher_square", "fisher", "usage"}
+_SUMS = {"count", "total", "square", "moment", "sensitivity", "gradient_square", "fisher_square", "fisher", "outputs", "usage"}
 _SYMMETRIC = {"moment", "fisher"}
 _SUMS_HELD = 1 << 30  # bytes of sums in memory while runs are merged; those of a large mixture go to mapped files
 WHOLE_COLUMNS = 2048  # columns up to which triangles are unpacked when read: everything is then faster, for 67 MB a weight
@@ -101,6 +101,7 @@ class Statistics:
             gradient_square=gradient.get("gradient_square"),
             fisher_square=gradient.get("fisher_square"),
             fisher=gradient.get("fisher"),
+            outputs=gradient.get("outputs"),
             lookup=Lookup(lookup["usage"], lookup.get("fisher_square"), lookup.get("fisher")) if lookup else None,
             share=1.0 if seen is None else min(1.0, seen.tokens() / max(1, self._tokens)),
         )

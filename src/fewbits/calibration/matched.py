@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fewbits.calibration import output_moments
 from fewbits.calibration.folder import Statistics
 from fewbits.calibration.statistics import InputStatistics, Lookup, WeightStatistics
 from fewbits.calibration.triangles import Triangles
@@ -83,7 +84,8 @@ def _joined(parts: list[WeightStatistics], match: Match) -> WeightStatistics:
         (part,) = parts
         lookup = part.lookup and Lookup(part.lookup.usage[rows], part.lookup.square, part.lookup.fisher)
         gradient = None if part.gradient_square is None else part.gradient_square[:, rows]
-        return replace(part, gradient_square=gradient, lookup=lookup)
+        outputs = output_moments.rearranged([part.outputs], source, rows)
+        return replace(part, gradient_square=gradient, outputs=outputs, lookup=lookup)
     if any(part.input is None or part.gradient_square is None for part in parts):
         return next((part for part in parts if part.input is not None and part.gradient_square is None), WeightStatistics(None))
     gradient = torch.empty(2, len(rows), dtype=torch.float64)
@@ -97,6 +99,7 @@ def _joined(parts: list[WeightStatistics], match: Match) -> WeightStatistics:
         gradient_square=gradient,
         fisher_square=_average([part.fisher_square for part in parts], counts),
         fisher=_average([part.fisher for part in parts], counts),
+        outputs=output_moments.rearranged([part.outputs for part in parts], source, rows),
         share=parts[0].share,
     )
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fewbits.calibration import output_moments
 from fewbits.calibration.moments import Moments
 from fewbits.calibration.statistics import InputStatistics
 from fewbits.formats.storage.codes import to_float16
@@ -221,12 +222,13 @@ class Gradients:
     gradient_square: Tensor
     fisher_square: Tensor
     fisher: Tensor | None
+    outputs: Tensor | None
 
     @staticmethod
     def of(weight: Weight, hessian: bool, new: New = torch.zeros) -> Gradients:
         rows, cols = weight.shape
         fisher = new((2, cols, cols)) if hessian else None
-        return Gradients(_doubles(2), _doubles(rows), _doubles(cols), fisher)
+        return Gradients(_doubles(2), _doubles(rows), _doubles(cols), fisher, output_moments.zeros(weight, new) if hessian else None)
 
     def add(self, x: Tensor, gradient: Tensor, half: int) -> None:  # (batch, length, cols) and (batch, length, rows)
         is_first = torch.zeros(x.shape[:2], dtype=torch.bool)
@@ -243,6 +245,8 @@ class Gradients:
         self.fisher_square[half] += torch.linalg.vector_norm(scaled, dim=0).double().square()
         if self.fisher is not None:
             self.fisher[half].addmm_(scaled.T, scaled)
+        if self.outputs is not None:
+            output_moments.add(self.outputs[half], gradient)
 
 
 def _doubles(count: int) -> Tensor:

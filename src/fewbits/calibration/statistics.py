@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from fewbits.calibration import output_moments
 from fewbits.calibration.triangles import Triangles
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class WeightStatistics:
     gradient_square: Tensor | None = None  # (2, rows) float64: sum over tokens of g^2
     fisher_square: Tensor | None = None  # (2, cols) float64: sum of w_t x^2, w_t the mean over outputs of g_t^2
     fisher: Moment | None = None  # sum of w_t x_t x_t^T
+    outputs: Tensor | None = None  # (2, rows, size) float32: sum of g_t g_t^T, as `output_moments` keeps it
     lookup: Lookup | None = None  # of an embedding
     share: float = 1.0  # of the text's tokens that reach it: an expert is given only some, and costs the others nothing
 
@@ -168,11 +170,13 @@ class WeightStatistics:
         by_class = _normalized(self._input.second_moment(half, *self._class_weights(half)))
         return by_class if kind == "class" else _normalized(fisher.add_(by_class))
 
-    def damage(self, error: Tensor, w: Tensor, half: Half = None, rows: Rows = slice(None)) -> float:
+    def damage(self, error: Tensor, w: Tensor, half: Half = None, rows: Rows = slice(None), output: Tensor | None = None) -> float:
         """The predicted KL of this error (rows, cols) in the weight; without gradients the squared error of the output, relative to the
         output."""
+        if self.predicts_kl and self.outputs is not None and output is None and rows == slice(None):
+            return self._joint_damage(error, self.outputs, half)
         if self.predicts_kl:
-            return float(self.row_damage(error, half, rows).sum())
+            return float(self.row_damage(error, half, rows, output).sum())
         plain = self.hessian(half, "plain") if self.has_hessian else self.importance(half).diag()
         return float(_quadratic(error, plain).sum() / _quadratic(w, plain).sum().clamp(min=1e-30))
 
@@ -181,18 +185,31 @@ class WeightStatistics:
         by_output = self.fisher is not None and self.sensitivity is not None and self.gradient_square is not None
         return by_output if self.input is not None else self.lookup is not None and self.lookup.fisher is not None
 
-    def row_damage(self, error: Tensor, half: Half = None, rows: Rows = slice(None)) -> Tensor:
+    def row_damage(self, error: Tensor, half: Half = None, rows: Rows = slice(None), output: Tensor | None = None) -> Tensor:
         """(rows,): the predicted KL of each row's error: half of g2_i e_i H e_i^T, with H weighted by the tokens' share in the loss.
+        `output`: (all rows,) in place of g2, where rows make up for each other's errors and e is what they miss their targets by.
         For the lookups of an embedding: half of how often row i is looked up times e_i G e_i^T."""
         assert self.predicts_kl, "calibrated without gradients"
         damage = torch.zeros(len(error))
         if self.fisher is not None and self.sensitivity is not None:
             weighted = _copy(self.fisher, half).div_(_of(self.sensitivity, half).sum().float().clamp(min=1e-30))
-            damage += 0.5 * self.share * self.output_sensitivity(half)[rows] * _quadratic(error, weighted)
+            by_row = self.output_sensitivity(half) if output is None else output
+            damage += 0.5 * self.share * by_row[rows] * _quadratic(error, weighted)
         if self.lookup is not None and self.lookup.fisher is not None:
             tokens = self.input.tokens(half) if self.input else self.lookup.tokens / (1 if half is None else 2)
             damage += 0.5 * self.lookup.frequency()[rows] * _quadratic(error, _copy(self.lookup.fisher, half).div_(max(1, tokens)))
         return damage
+
+    def _joint_damage(self, error: Tensor, outputs: Tensor, half: Half) -> float:
+        """Half of tr(G E H E^T): of all rows together, whose errors may make up for each other."""
+        assert self.fisher is not None and self.sensitivity is not None
+        weighted = error @ _copy(self.fisher, half).div_(_of(self.sensitivity, half).sum().float().clamp(min=1e-30))
+        joint, start = 0.0, 0
+        for block in output_moments.blocks(_of(outputs, half)):
+            here = slice(start, start + len(block))
+            joint += float((block @ weighted[here]).mul_(error[here]).sum(dtype=torch.float64))
+            start = here.stop
+        return 0.5 * self.share * joint / max(1, self._input.tokens(half))
 
     def errors_by_place(self, error: Tensor, w: Tensor, half: Half = None) -> tuple[float, float]:
         """Squared error of the output relative to the output, at position 0 and after it; nan where there is no such position."""

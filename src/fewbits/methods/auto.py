@@ -29,11 +29,11 @@ class Auto:
             grid = fmt.fit(w[rows], importance)
             codes = fmt.encode(w[rows], grid, importance)
             judged[name] = holdout.judge(w[rows], fmt, codes, grid, statistics, rows)
-        damping = gptq.choose_damping(w, fmt, statistics) if statistics.has_hessian else 0.0
-        if statistics.has_hessian and (by_gptq := gptq.judged(w, fmt, statistics, damping)):
+        damping = gptq.choose_damping(w, fmt, statistics) if statistics.has_hessian else None
+        if damping and (by_gptq := gptq.judged(w, fmt, statistics, damping)):
             judged[_FEEDBACK] = by_gptq
         best = min(judged, key=lambda name: judged[name].damage)
-        if best == _FEEDBACK:
+        if damping and best == _FEEDBACK:
             outcome = gptq.solve(w, fmt, statistics, damping)
         else:
             outcome = Outcome(rtn.quantize(w, fmt, statistics.importance() if best == _WEIGHED else None), "rtn")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fewbits.calibration import output_moments
 from fewbits.formats.storage.codes import to_float16
 from fewbits.model import Model
 from fewbits.model.weights import Weight
@@ -127,6 +128,7 @@ def rewritten(stats: WeightStatistics, weight: str, rewrite: Rewrite) -> WeightS
             sensitivity=None if stats.sensitivity is None else stats.sensitivity * shrunk[:, None],
             fisher_square=None if stats.fisher_square is None else stats.fisher_square * shrunk[:, None],
             fisher=None if stats.fisher is None else stats.fisher * shrunk[:, None, None].float(),
+            outputs=None if stats.outputs is None else output_moments.rescaled(stats.outputs, rows),
         )
     return stats
 

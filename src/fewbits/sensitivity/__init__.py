@@ -76,7 +76,7 @@ def measure(
         if cache:
             cache.keep("row", values_of(row), {}, weight=name)
     return Sensitivity(
-        model=model.path.name,
+        model=model.name,
         model_sha256=model.fingerprint,
         runs=runs,
         method=method,

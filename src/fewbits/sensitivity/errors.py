@@ -42,7 +42,7 @@ def measure_errors(model: Model, known: Importance | None, formats: Sequence[For
         rows[weight.name] = row_of(model, known, weight, formats, share_of[weight.name])
         return_free_memory()
     return Sensitivity(
-        model=model.path.name, model_sha256=model.fingerprint, runs=(), method="auto" if known else "rtn", weights=model.weights, rows=rows,
+        model=model.name, model_sha256=model.fingerprint, runs=(), method="auto" if known else "rtn", weights=model.weights, rows=rows,
         config=model.config.to_dict(), predicts=False,
     )  # fmt: skip
 

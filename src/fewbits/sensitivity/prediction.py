@@ -1,7 +1,8 @@
 """One weight in every format: the KL that its rounding errors are predicted to cost, and simpler scores of the same errors.
 
 The second-order expansion of KL around the float model: half the sum over outputs i of g2_i e_i H e_i^T, with e the actual error of the
-method, H the second moment of the inputs, each token weighted by its share in the loss, and g2 the mean square of the loss's gradient.
+method, H the second moment of the inputs, each token weighted by its share in the loss, and g2 the mean square of the loss's gradient;
+where error feedback lets rows compensate for each other, g2 is what remains of it (`methods.error_feedback.outputs`).
 Rounding is judged on all samples; error feedback is fitted to one half of them and judged on the other, because on the samples it was
 fitted to it looks better than on others.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fewbits.formats.runtime.activations import Activation, quantized
-from fewbits.methods import error_feedback
+from fewbits.methods import error_feedback, gptq
 from fewbits.sensitivity.rows import Drawn, draw
 from fewbits.sensitivity.table import Cell, Scores
 from fewbits.sensitivity.table import rounded as in_few_digits
@@ -77,6 +78,7 @@ class Predictor:
         self.rows = w.shape[0]
         # columns of a block and of a code, and the Hessian factored for them
         self._order: tuple[tuple[int, int], error_feedback.Ordered | None] = (0, 0), None
+        self._by_row = None if method == "rtn" else gptq.output_cost(w, statistics, DAMPING)
 
     def cells(self, formats: Iterable[Format]) -> Iterator[tuple[str, Cell]]:
         """Formats with blocks and codes of one width come one after the other: their Hessian is factored once, and only one is held."""
@@ -93,7 +95,7 @@ class Predictor:
         plain = self._rounded(fmt)
         if self.method == "rtn" or (solved := self._fed_back(fmt)) is None:
             return self._of(plain, None, "rtn")
-        fitted = self._of(solved, 1, "gptq")
+        fitted = self._of(solved, 1, "gptq", self._by_row)
         if self.method == "gptq":
             return fitted
         rounded = self._of(plain, 1, "rtn")  # judged on the same half, so that the two are comparable
@@ -124,9 +126,9 @@ class Predictor:
         except error_feedback.Singular:
             return None
 
-    def _of(self, error: Tensor, half: Half, method: str) -> Cell:
+    def _of(self, error: Tensor, half: Half, method: str, by_row: Tensor | None = None) -> Cell:
         stats, drawn = self.statistics, self.drawn
-        damage = stats.row_damage(error, half, drawn.rows)
+        damage = stats.row_damage(error, half, drawn.rows, by_row)
         return in_few_digits(Cell(drawn.total(damage), drawn.spread(damage), method, scores(error, stats, drawn)))
 
 

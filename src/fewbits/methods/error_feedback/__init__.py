@@ -6,7 +6,8 @@
 Columns are rounded one after the other, each to its weight plus a correction for the errors made so far (`hessian.py`). Each block of
 the format gets its scales when its turn comes, fitted to the weights as corrected by then. Afterwards come passes in which each block,
 and then each column, is solved again given all the others; only what lowers the error is taken (`rows.py`). The loop over single columns
-is in `columns.py`, that over vectors of columns in `vectors.py`; `holdout.py` judges codes on samples that they were not fitted to.
+is in `columns.py`, that over vectors of columns in `vectors.py`. `outputs.py` lets rows make up for each other too; `holdout.py` judges
+codes on samples that they were not fitted to.
 
 All of it works on the damped Hessian. Damping stands for inputs that calibration did not see: passes over the undamped Hessian would
 undo its benefit, and could raise the error that the first pass minimised.
@@ -28,12 +29,13 @@ from torch import Tensor
 from fewbits.devices import processor
 from fewbits.errors import InputError
 from fewbits.methods.error_feedback.hessian import Order, Ordered, Singular, ordered
+from fewbits.methods.error_feedback.outputs import Outputs, correction
 from fewbits.methods.error_feedback.rows import Rows, shared
 
 if TYPE_CHECKING:
     from fewbits.formats import Format, Grid
 
-__all__ = ["Order", "Ordered", "Singular", "Solved", "objective", "ordered", "solve", "width"]
+__all__ = ["Order", "Ordered", "Outputs", "Singular", "Solved", "objective", "ordered", "solve", "solve_both_sides", "width"]
 
 _CHUNK = 1 << 22  # weights at a time: some ten arrays of this size are alive at once, 100 to 200 MB
 
@@ -67,31 +69,70 @@ def solve(
     dtype: float64 is computed in torch, float32 by the native loop where there is one.
     Raises Singular where no damping makes the Hessian positive definite.
     """
-    rows, cols = w.shape
-    if fmt.is_cast:
-        raise InputError(f"{fmt.name} is a cast: it has no levels to choose from", "error feedback needs a format with codes")
-    if reason := fmt.fits((rows, cols)):
-        raise InputError(f"{fmt.name} cannot hold this weight: {reason}", "choose a format with smaller blocks")
-    if isinstance(hessian, Tensor) and hessian.shape != (cols, cols):
-        raise ValueError(f"the Hessian is {tuple(hessian.shape)}, the weight has {cols} columns")
-    if not w.isfinite().all():
-        raise InputError("the weight holds NaN or infinity", "no format can keep them: repair the checkpoint")
-    w, isa = w.detach().float(), _isa(dtype)
-    h = hessian if isinstance(hessian, Ordered) else ordered(hessian, width(fmt, cols), order, damping, dtype, fmt.dimension)
-    fixed = fmt.fit(w, h.stakes) if fmt.tensor_wide else None
+    work = _Work(w, fmt, hessian, Effort(damping, order, passes, refits, dtype))
+    pieces = [work.solve(chunk) for chunk in work.w.split(max(1, _CHUNK // max(1, w.shape[1])))]
+    return work.joined(pieces)
 
-    def solve_rows(chunk: Tensor) -> tuple[Tensor, Grid]:
-        solver = Rows(chunk, fmt, h, fixed, dtype, isa)
+
+def solve_both_sides(w: Tensor, fmt: Format, hessian: Tensor | Ordered, outputs: Outputs, *, damping: float = 0.03) -> Solved:
+    """As `solve`, for the sum of tr(G E H E^T): rows in the order of `outputs`, each corrected for those before it."""
+    work = _Work(w, fmt, hessian, Effort(damping))
+    errors, pieces, visited = torch.zeros_like(work.w), [], []
+    for rows, earlier in outputs:
+        codes, grid = work.solve(work.w[rows] + correction(earlier, errors))
+        errors[rows] = work.w[rows] - fmt.decode(codes, grid)
+        pieces.append((codes, grid))
+        visited.append(rows)
+    return work.joined(pieces, torch.cat(visited).argsort())
+
+
+@dataclass(frozen=True)
+class Effort:
+    damping: float = 0.03
+    order: Order = "blocks"
+    passes: int = 2
+    refits: int = 1
+    dtype: torch.dtype = torch.float32
+
+
+class _Work:
+    """What the rows of a weight share while they are solved."""
+
+    def __init__(self, w: Tensor, fmt: Format, hessian: Tensor | Ordered, effort: Effort) -> None:
+        rows, cols = w.shape
+        if fmt.is_cast:
+            raise InputError(f"{fmt.name} is a cast: it has no levels to choose from", "error feedback needs a format with codes")
+        if reason := fmt.fits((rows, cols)):
+            raise InputError(f"{fmt.name} cannot hold this weight: {reason}", "choose a format with smaller blocks")
+        if isinstance(hessian, Tensor) and hessian.shape != (cols, cols):
+            raise ValueError(f"the Hessian is {tuple(hessian.shape)}, the weight has {cols} columns")
+        if not w.isfinite().all():
+            raise InputError("the weight holds NaN or infinity", "no format can keep them: repair the checkpoint")
+        self.w, self.fmt, self.effort, self.isa = w.detach().float(), fmt, effort, _isa(effort.dtype)
+        if isinstance(hessian, Tensor):
+            hessian = ordered(hessian, width(fmt, cols), effort.order, effort.damping, effort.dtype, fmt.dimension)
+        self.h = hessian
+        self.fixed = fmt.fit(self.w, self.h.stakes) if fmt.tensor_wide else None
+
+    def solve(self, some: Tensor) -> tuple[Tensor, Grid]:
+        solver = Rows(some, self.fmt, self.h, self.fixed, self.effort.dtype, self.isa)
         solver.round()
-        for done in range(passes):
-            solver.improve(refit=done < refits)
+        for done in range(self.effort.passes):
+            solver.improve(refit=done < self.effort.refits)
             solver.descend()
         return solver.result()
 
-    pieces = [solve_rows(chunk) for chunk in w.split(max(1, _CHUNK // max(1, cols)))]
-    grids = [grid for _, grid in pieces]
-    grid = {name: entry if shared(name, entry, fixed) else torch.cat([part[name] for part in grids]) for name, entry in grids[0].items()}
-    return Solved(torch.cat([codes for codes, _ in pieces]), grid, h.damping, h.notes)
+    def joined(self, pieces: list[tuple[Tensor, Grid]], order: Tensor | None = None) -> Solved:
+        """`order`: where each row of the weight is among those of the pieces."""
+        codes, grids = torch.cat([codes for codes, _ in pieces]), [grid for _, grid in pieces]
+        grid = {}
+        for name, entry in grids[0].items():
+            if shared(name, entry, self.fixed):
+                grid[name] = entry
+                continue
+            whole = torch.cat([part[name] for part in grids])
+            grid[name] = whole if order is None else whole[order]
+        return Solved(codes if order is None else codes[order], grid, self.h.damping, self.h.notes)
 
 
 def objective(w: Tensor, decoded: Tensor, hessian: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: to
     columns, blocks = visits(diagonal, width, order, dimension)
     h = h[columns]
     h = h[:, columns]  # in two steps, so that at most two such matrices exist: one of a wide layer takes gigabytes
-    root, added = _factored(h, damping, mean)
+    root, added = factored(h, damping, mean)
     if added != damping:
         notes += (f"damping raised from {damping:g} to {added:g}: the Hessian was singular",)
     h.diagonal().add_(added * mean)
@@ -95,10 +95,15 @@ def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: to
     del root
     ahead = forward.new_zeros(forward.shape, dtype=dtype)
     for block in blocks[1:]:
-        # with the block still free, each of its columns takes its target, so that no error inside the block adds to a correction
-        free = torch.linalg.solve_triangular(forward[block, block], forward[block, : block.start], upper=False, unitriangular=True)
-        ahead[block, : block.start] = free
+        ahead[block, : block.start] = free_of_block(forward, block)
     return Ordered(columns, blocks, parts, stakes.float(), forward.to(dtype), ahead, every, pivots, own, added, notes)
+
+
+def free_of_block(forward: Tensor, block: slice) -> Tensor:
+    """The coupling of a block to what comes before it, while the whole block is free: each of its columns takes its target, so that no
+    error inside the block adds to a correction."""
+    free: Tensor = torch.linalg.solve_triangular(forward[block, block], forward[block, : block.start], upper=False, unitriangular=True)
+    return free
 
 
 def _every(h: Tensor, dtype: torch.dtype, dimension: int) -> Tensor:
@@ -184,7 +189,7 @@ def _checked(hessian: Tensor) -> Tensor:
     return h.add_(hessian.T).div_(2)  # a sum of outer products is symmetric only up to rounding errors: the mean of both halves is
 
 
-def _factored(h: Tensor, damping: float, mean: float) -> tuple[Tensor, float]:
+def factored(h: Tensor, damping: float, mean: float) -> tuple[Tensor, float]:
     """(upper triangular R with R R^T = h + added * mean, added)."""
     if not (math.isfinite(damping) and damping >= 0):
         raise InputError(f"damping is {damping}", "it is a share of the mean of the diagonal: 0.01 to 0.1 is usual")

@@ -21,8 +21,10 @@ def some_rows(w: Tensor, weights: int) -> slice:
     return slice(None, None, max(1, w.numel() // weights))
 
 
-def judge(w: Tensor, fmt: Format, codes: Tensor, grid: Grid, statistics: WeightStatistics, rows: slice) -> HeldOut:
-    """w and codes are `rows` of the weight; they were fitted to half 0."""
+def judge(
+    w: Tensor, fmt: Format, codes: Tensor, grid: Grid, statistics: WeightStatistics, rows: slice, output: Tensor | None = None
+) -> HeldOut:
+    """w and codes are `rows` of the weight; they were fitted to half 0. `output`: see `WeightStatistics.row_damage`."""
     error = w - fmt.decode(codes, grid)
-    damage = statistics.damage(error, w, 1, rows) * (rows.step or 1 if statistics.predicts_kl else 1)  # KL adds up over rows
+    damage = statistics.damage(error, w, 1, rows, output) * (rows.step or 1 if statistics.predicts_kl else 1)  # KL adds up over rows
     return HeldOut(damage, statistics.errors_by_place(error, w, 1))

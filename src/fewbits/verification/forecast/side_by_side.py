@@ -71,9 +71,7 @@ def compare_streams(
 
 def expect_logits(model: Model) -> None:
     if embeddings.given_by(model.config):
-        raise InputError(
-            f"`{model.path.name}` gives embeddings, and no logits whose KL could be measured", "leave `--probes` and `--kv` out"
-        )
+        raise InputError(f"`{model.name}` gives embeddings, and no logits whose KL could be measured", "leave `--probes` and `--kv` out")
 
 
 class _SideBySide:
