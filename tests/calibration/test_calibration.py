@@ -85,7 +85,7 @@ class TestMethods:
     def test_a_hessian_that_cannot_be_used_is_said_and_searched_instead(self, known: Callable[[str], WeightStatistics]) -> None:
         statistics = known(DOWN)
         assert statistics.input and statistics.input.moment is not None
-        broken = replace(statistics, input=replace(statistics.input, moment=statistics.input.moment * torch.nan), fisher=None)
+        broken = replace(statistics, input=replace(statistics.input, moment=statistics.input.moment * torch.nan), fisher=None, outputs=None)
         w = torch.randn(32, 768, generator=torch.Generator().manual_seed(0))
         outcome = methods.get("gptq").quantize(w, formats.get("q4_0"), broken)
         assert outcome.method == "rtn" and "no error feedback" in outcome.notes[0]
@@ -130,8 +130,8 @@ class TestMethods:
         fitted, other = statistics.hessian(0), torch.eye(768)
         same = replace(statistics, fisher=torch.stack([statistics.fisher[0], fitted]))
         unlike = replace(statistics, fisher=torch.stack([statistics.fisher[0], other]))
-        assert gptq.choose_damping(w, formats.get("q4_0"), same) in sorted(gptq.DAMPINGS)[:2]
-        assert gptq.choose_damping(w, formats.get("q4_0"), unlike) == max(gptq.DAMPINGS)
+        assert gptq.choose_damping(w, formats.get("q4_0"), same).inputs in sorted(gptq.DAMPINGS)[:2]
+        assert gptq.choose_damping(w, formats.get("q4_0"), unlike).inputs == max(gptq.DAMPINGS)
 
 
 class TestQuantize:

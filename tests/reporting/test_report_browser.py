@@ -168,11 +168,11 @@ def test_a_screen_reader_finds_its_way(browser: Browser, page: Path) -> None:
     def named(role: str) -> list[str]:
         return [node["name"]["value"] for node in nodes if node["role"]["value"] == role]
 
-    assert len(named("image")) == 10 and all(named("image"))
+    assert len(named("image")) == 11 and all(named("image"))
     assert named("slider") == ["Size of the plan"] and named("combobox") == ["Weight"]
     headings = [(node["properties"], node["name"]["value"]) for node in nodes if node["role"]["value"] == "heading"]
     levels = [next(p["value"]["value"] for p in properties if p["name"] == "level") for properties, _ in headings]
-    assert levels == [1] + [2] * (len(levels) - 1) and len(levels) == 8
+    assert levels == [1] + [2] * (len(levels) - 1) and len(levels) == 9
     assert "main" in {node["role"]["value"] for node in nodes} and named("navigation") == ["Contents"]
 
 

@@ -80,12 +80,12 @@ def test_the_verdict_is_in_words_at_the_top(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "word"), [(Thresholds(max_kl=1e-9), "Failed"), (Thresholds(), "Ran"), (Thresholds(min_agreement=0.5), "Passed")]
+    ("limits", "words"), [(Thresholds(max_kl=1e-9), ["Failed"]), (Thresholds(), []), (Thresholds(min_agreement=0.5), ["Passed"])]
 )
-def test_each_outcome_has_its_word(limits: Thresholds, word: str, tmp_path: Path) -> None:
+def test_each_outcome_has_its_word(limits: Thresholds, words: list[str], tmp_path: Path) -> None:
     results = made_results.results(limits)
     seen = page_of(results, tmp_path)
-    assert seen.texts["strong"] == [word]
+    assert seen.texts["strong"][:-1] == words and seen.texts["strong"][-1] in ("Close", "Near", "Far", "Damaged")
     assert all(failure in seen.words for failure in results["verdict"]["failures"])
 
 
@@ -107,12 +107,23 @@ def test_every_picture_has_a_label_and_a_table(tmp_path: Path) -> None:
     seen = page_of(results, tmp_path, bench=bench)
     pictures = [attributes for _, attributes in seen.elements if "data-chart" in attributes]
     names = {attributes["data-chart"] for attributes in pictures}
-    assert names == {"frontier", "bits", "map", "growth", "costly", "weights", "inputs", "sources", "memory", "reached"}
+    assert names == {"frontier", "bits", "map", "growth", "costly", "weights", "inputs", "sources", "memory", "reached", "domains"}
     assert all(attributes["role"] == "img" and attributes["aria-label"] for attributes in pictures)
     captions = seen.texts["caption"]
     assert len(captions) == len(seen.named("table")) >= 9
     for name in results["plan"]["weights"]:
         assert seen.texts["th"].count(name) >= 2  # among all weights, and among ranges
+
+
+def test_the_worst_kind_of_text_is_named(tmp_path: Path) -> None:
+    results = made_results.results()
+    kinds = sorted(results["verdict"]["domains"], key=lambda each: -each["kl_mean"])
+    seen = page_of(results, tmp_path)
+    assert [row["name"] for row in seen.data["domains"]] == [each["name"] for each in kinds]
+    assert all(row["low"] <= row["kl"] <= row["high"] for row in seen.data["domains"])
+    assert f"furthest from its source on {results['verdict']['worst_domain']} (KL" in seen.words and kinds[0]["name"] in seen.texts["th"]
+    results["verdict"] |= {"domains": [], "worst_domain": None}
+    assert "domains" not in page_of(results, tmp_path).data
 
 
 def test_the_map_has_every_plan_of_the_frontier(tmp_path: Path) -> None:

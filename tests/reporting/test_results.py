@@ -165,6 +165,10 @@ def test_commands_say_what_differs_from_the_default() -> None:
         assert any(words[i : i + len(part)] == part for i in range(len(words)))
     assert len(reproduction.commands(more)) == 1  # its judging text was a part of the data
     assert reproduction.commands(given)[1] == "fewbits verify x.gguf --against 'a model'"
+    kinds = replace(given, data=["a=1.txt", "b=2.txt"], held_out=["a=3.txt"], weights={"a": 2, "b": 0.5}, length="64,a=32,b=16")
+    made, judged = reproduction.commands(kinds)
+    assert made.endswith("--data a=1.txt --data b=2.txt --held-out a=3.txt --weights a=2,b=0.5 --length 64,a=32,b=16")
+    assert judged.endswith("--data a=3.txt --length 64,a=32 --weights a=2")
 
 
 def test_a_file_that_is_not_run_leaves_out_what_needs_running(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 its output moves the loss.
 
 text/                 documents, samples drawn from them, how well they represent the evaluation text
+by_domain.py          samples of several kinds of text         split.py       text to calibrate with, text to judge on
 collection.py         one pass: samples in, folder out         collector.py   the pass itself, block by block
 recorders.py          hooks that see inputs and gradients      moments.py     sums over the inputs of one layer
 histogram.py          counts of all values of an input         ranges.py      which range of an activation to quantize
@@ -13,9 +14,10 @@ importance_matrix.py  llama.cpp's importance matrix            drift.py       ho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fewbits import embedded
 from fewbits import model as models
@@ -25,6 +27,7 @@ from fewbits.calibration.folder import Statistics
 from fewbits.calibration.shards import CollectOptions, check_shards, collect_shards, drop_shards
 from fewbits.calibration.text.coverage import Coverage, coverage
 from fewbits.calibration.text.documents import documents
+from fewbits.calibration.text.domains import mixed
 from fewbits.calibration.text.windows import window_length, windows
 from fewbits.model import Model
 from fewbits.model.gguf import architectures
@@ -58,7 +61,8 @@ def calibrate(
     *,
     data: Paths = (),
     samples: int = SAMPLES,
-    length: int | Literal["data"] | None = None,
+    weights: str | Mapping[str, float] | None = None,
+    length: int | str | Mapping[str, int] | None = None,
     seed: int = 0,
     held_out: Paths = (),
     hessians: bool = True,
@@ -72,14 +76,17 @@ def calibrate(
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Calibrated:
-    """Collect the statistics of this text, and say how well it represents use. `held_out`: the text that results will be judged on.
+    """Collect the statistics of this text, and say how well it represents use. Each path of `data` is a kind of text, named by its stem or
+    as `NAME=PATH`; `weights`: the tokens of each in proportion, `prose=1,code=2`. `length`: of a sample, or `data`: that of each document;
+    of one kind too: `books=4096`. `held_out`: the text that results will be judged on.
     `merge`: statistics of other texts, collected before with the same options, to add to these. `shards`: parts of the samples that go
     through the model separately, each in a worker of the executor."""
     workers = executors.parse(executor, store)
+    mix, usual = mixed(weights, length)
     source = model if isinstance(model, Model) else models.open(model, offline)
     if imatrix is not None:
         architectures.of(source.config)  # an error, before the work: llama.cpp's names of its tensors must be known
-    drawn = draw(source, data, samples, length, seed)
+    drawn = draw(source, data, samples, usual, seed, mix)
     text = "\n\n".join(d.text for d in documents(listed(held_out), source.tokenizer)) if held_out else embedded.verification_text()
     evaluation = windows(text, source.tokenizer, window_length(source.config, None))
     seen = coverage(drawn, source.tokenizer, evaluation)

@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fewbits import embedded
+from fewbits.calibration import by_domain
 from fewbits.calibration.folder import ABOUT, SCHEMA, Statistics, file_name, packed, save
 from fewbits.calibration.text.documents import Document, documents
 from fewbits.calibration.text.samples import Samples, sample
@@ -20,6 +21,7 @@ from fewbits.store.cache import Cache
 from fewbits.store.files import Staged
 
 if TYPE_CHECKING:
+    from fewbits.calibration.text.domains import Length, Mix
     from fewbits.progress import Progress
 
 Paths = str | Path | Sequence[str | Path]
@@ -27,10 +29,15 @@ SAMPLES = 512
 MEMORY = 1 << 30  # bytes of hidden states held in memory; more go to disk
 
 
-def draw(source: Model, data: Paths, samples: int, length: int | Literal["data"] | None, seed: int) -> Samples:
-    """Samples of this data, or of the embedded text where none is given."""
+def draw(source: Model, data: Paths, samples: int, length: Length, seed: int, mix: Mix | None = None) -> Samples:
+    """Samples of this data, or of the embedded text where none is given. `mix`: how much each kind of text counts; None: as much as there
+    is of it."""
+    if mix:
+        kinds = by_domain.parts(source, by_domain.names_of(listed(data)), samples, length, 0, mix)
+        return by_domain.joined((by_domain.draw(source, listed(data), part, seed) for part in kinds), seed)
     longest = window_length(source.config, None if length == "data" else length)
-    texts = documents(listed(data), source.tokenizer) if data else [Document("embedded", embedded.calibration_text())]
+    shipped = Document("embedded", embedded.calibration_text(), domain=by_domain.EMBEDDED)
+    texts = documents(listed(data), source.tokenizer) if data else [shipped]
     drawn = sample(texts, source.tokenizer, samples, "data" if length == "data" else longest, seed, longest)
     check_ids(drawn.ids, source.config)
     return drawn

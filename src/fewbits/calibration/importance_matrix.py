@@ -109,9 +109,15 @@ class ImportanceMatrix:
             places = architectures.Places(source.config)
             self._tensors = {weight.name: [place.tensor for place in places(weight.parameter)] for weight in source.weights}
         if not any(tensor in self._entries for tensors in self._tensors.values() for tensor in tensors):
-            raise InputError(f"`{path}` names no weight of `{source.path.name}`", "is it the importance matrix of another model?")
+            raise InputError(f"`{path}` names no weight of `{source.name}`", "is it the importance matrix of another model?")
         self._weights = {weight.name: weight for weight in source.weights}
         self._mats = Counter(weight.parameter for weight in source.weights)
+
+    def __str__(self) -> str:
+        """For a person: what it says something about."""
+        known = sum(any(tensor in self._entries for tensor in tensors) for tensors in self._tensors.values())
+        tied = "; llama.cpp's have none of an embedding" if known < len(self._tensors) else ""
+        return f"importance matrix `{self.path.name}`: {known} of {len(self._tensors)} weights{tied}"
 
     def of(self, weight: str) -> WeightStatistics | None:
         """None: the file has nothing about it."""

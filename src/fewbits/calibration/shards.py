@@ -55,7 +55,10 @@ def split_samples(samples: Samples, count: int) -> list[Samples]:
         raise InputError(f"`--shards {count}`: there are {len(samples.ids)} samples", hint)
     ends = [len(samples.ids) * i // count for i in range(count + 1)]
     slices = [slice(start, end) for start, end in pairwise(ends)]
-    return [replace(samples, ids=samples.ids[s], sources=samples.sources[s], digest=checksum(samples.ids[s])) for s in slices]
+    return [
+        replace(samples, ids=samples.ids[s], sources=samples.sources[s], domains=samples.domains[s], digest=checksum(samples.ids[s]))
+        for s in slices
+    ]
 
 
 def collect_shards(
@@ -119,6 +122,7 @@ def drop_shards(cache: Cache) -> None:
 
 def samples_from_json(content: Mapping[str, Any]) -> Samples:
     lists = {"ids": tuple(map(tuple, content["ids"])), "sources": tuple(content["sources"]), "notes": tuple(content["notes"])}
+    lists["domains"] = tuple(content["domains"])
     return Samples(**dict(content) | lists)
 
 

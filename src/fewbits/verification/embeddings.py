@@ -65,6 +65,7 @@ class EmbeddingVerdict(Judged):
     runtime_version: str
     thresholds: Thresholds
     failures: tuple[str, ...]
+    reference: str | None = None  # what it was compared with, if that is no float model
 
 
 def given_by(config: Any) -> bool:

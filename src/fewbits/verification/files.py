@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from fewbits import planning, targets
 from fewbits.artifact import manifest
 from fewbits.artifact import written as provenance
 from fewbits.artifact.draft import Draft
-from fewbits.calibration import MEMORY, Paths, split
+from fewbits.calibration import MEMORY, Paths, by_domain, listed, split
+from fewbits.calibration.text.domains import in_tokens, mixed
 from fewbits.calibration.text.windows import Window
 from fewbits.errors import InputError
 from fewbits.inspection.sizes import bits_per_weight, size_of
@@ -46,12 +47,13 @@ def verify(
     against: str | Path | Model,
     *,
     data: Paths = (),
+    weights: str | Mapping[str, float] | None = None,
     runtime: str = "auto",
     max_kl: float | None = None,
     min_agreement: float | None = None,
     max_ppl_ratio: float | None = None,
     min_cosine: float | None = None,
-    length: int | None = None,
+    length: int | str | Mapping[str, int] | None = None,
     tokens: int = TOKENS,
     floor: bool = True,
     like: str | Path | None = None,
@@ -61,10 +63,14 @@ def verify(
 ) -> Verdict | EmbeddingVerdict:
     """Runs the file itself in the runtime it is meant for, beside the float model in torch, and judges the difference.
 
-    `data`: held-out text, by default the embedded one. `floor`: also run the float file there, to measure the runtime's own error.
+    `data`: held-out text, by default the embedded one; each path is a kind of text, named by its stem or as `NAME=PATH`. `weights`: the
+    tokens of each kind in proportion, `prose=1,code=2`; without them all alike. `length`: tokens in a window, of one kind too:
+    `books=4096`. `floor`: also run the float file there, to measure the runtime's own error.
     `like`: that float file, of a model that fewbits itself cannot write.
     """
     path, thresholds = Path(path), Thresholds(max_kl, min_agreement, max_ppl_ratio, min_cosine)
+    mix, usual = mixed(weights, length)
+    mix.check(by_domain.names_of(listed(data)))
     if not path.exists():
         raise InputError(f"there is nothing at `{path}`", "give a .gguf, an .onnx, or a folder that fewbits wrote")
     chosen = runtimes.needed(runtimes.for_file(path) if runtime == "auto" else runtimes.get(runtime))
@@ -78,12 +84,14 @@ def verify(
     if like is not None:
         source = laid_out.like(_checkpoint(source), Path(like), progress=progress)
     embeddings.check_thresholds(thresholds, source.config)
+    if source.lossy:
+        say(progress, compared_with(source))
     provenance.check(path, progress)
     sandbox.check(chosen, path)
     if isinstance(source, GgufModel):
         llamacpp.lend_tokenizer(source)
-    windows = split.held_out_windows(source, data, length, tokens)
-    return verdict_on(path, source, windows, Trial(chosen, thresholds, floor), progress, memory=memory)
+    text = split.held_out_text(source, data, in_tokens(usual), tokens, mix)
+    return verdict_on(path, source, text.windows, Trial(chosen, thresholds, floor, text.domains), progress, memory=memory)
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ class Trial:
     runtime: Runtime
     thresholds: Thresholds
     floor: bool = True  # the float file is run too: its error is the runtime's own
+    domains: Sequence[str] = ()  # of each window, the kind of its text; none: all of one kind
 
 
 def verdict_on(
@@ -110,20 +119,27 @@ def verdict_on(
     runtime, target = trial.runtime, _target_of(trial.runtime) if trial.floor else None
     about: dict[str, Any] = {"nbytes": size_of(path), "bits_per_weight": bits_per_weight(path, source)}
     about |= {"runtime": runtime.name, "runtime_version": runtime.version() + runtime.remark(path)}
+    reference = f"{source.name}, itself quantized ({source.lossy})" if source.lossy else None
     if embeddings.given_by(source.config):
         ended = embeddings.texts_of(windows, source.tokenizer)
-        with _sessions(path, source, windows, runtime, target, progress, None) as (reference, sessions):
-            vectors = embeddings.compare_embeddings(reference, sessions, ended, progress)
-        return embeddings.judge(vectors["file"], trial.thresholds, **about, floor=vectors.get("floor"))
+        with _sessions(path, source, windows, runtime, target, progress, None) as (base, sessions):
+            vectors = embeddings.compare_embeddings(base, sessions, ended, progress)
+        return replace(embeddings.judge(vectors["file"], trial.thresholds, **about, floor=vectors.get("floor")), reference=reference)
     judged = CachedWindows(cache, source.fingerprint, path, runtime, target is not None) if cache else None
     if judged and (count := judged.count(windows)):
         say(progress, f"resuming: {count} of {len(windows)} windows were judged")
     measured = judged.all(windows) if judged else None
     if measured is None:
-        with _sessions(path, source, windows, runtime, target, progress, cache) as (reference, sessions):
-            measured = metrics.compare_logits(reference, sessions, windows, progress, judged, memory)
+        with _sessions(path, source, windows, runtime, target, progress, cache) as (base, sessions):
+            measured = metrics.compare_logits(base, sessions, windows, progress, judged, memory)
     kl_floor = float(sum(measured["floor"].kl) / len(measured["floor"].kl)) if "floor" in measured else None
-    return metrics.judge(measured["file"], trial.thresholds, **about, kl_floor=kl_floor)
+    domains = metrics.figures_by_domain(measured, windows, trial.domains)
+    return replace(metrics.judge(measured["file"], trial.thresholds, **about, kl_floor=kl_floor, domains=domains), reference=reference)
+
+
+def compared_with(source: Model) -> str:
+    """Said of a source that is quantized already, before anything is run."""
+    return f"`{source.name}` is itself quantized ({source.lossy}): figures compare with it, not with the float model it was made of"
 
 
 @contextmanager
@@ -165,7 +181,7 @@ def _checkpoint(source: Model) -> Model:
     if not isinstance(source, GgufModel):
         return source
     if source.origin is None:
-        raise InputError(f"`{source.path.name}` is of an architecture that is not known here", "give the folder of its checkpoint")
+        raise InputError(f"`{source.name}` is of an architecture that is not known here", "give the folder of its checkpoint")
     return source.origin
 
 

@@ -84,6 +84,6 @@ def compare_kv(
 ) -> KvComparison:
     source = models.open(model, offline)
     if why_not := kv.unsupported(source.config):
-        raise InputError(f"`{source.path.name}`: {why_not}", "compare another model")
+        raise InputError(f"`{source.name}`: {why_not}", "compare another model")
     windows = split.held_out_windows(source, data, max(lengths), tokens)
-    return KvComparison(source.path.name, tuple(cache_costs(source, list(formats or kv.all()), lengths, windows, progress)))
+    return KvComparison(source.name, tuple(cache_costs(source, list(formats or kv.all()), lengths, windows, progress)))

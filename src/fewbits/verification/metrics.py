@@ -60,6 +60,22 @@ class MeasuredLogits:
         self.max_logit_diff = max(self.max_logit_diff, other.max_logit_diff)
 
 
+@dataclass(frozen=True)
+class DomainFigures:
+    """What was measured on the text of one kind."""
+
+    name: str
+    tokens: int
+    kl_mean: float
+    kl_ci95: tuple[float, float]
+    kl_floor: float | None
+    ppl: float
+    ppl_base: float
+    ppl_ratio: float
+    ppl_ratio_ci95: tuple[float, float]
+    top1_agreement: float
+
+
 class Judged:
     """What every verdict is: a frozen dataclass that names the reasons why it failed."""
 
@@ -95,6 +111,15 @@ class Verdict(Judged):
     runtime_version: str
     thresholds: Thresholds
     failures: tuple[str, ...]
+    reference: str | None = field(default=None, kw_only=True)  # what it was compared with, if that is no float model
+    domains: tuple[DomainFigures, ...] = field(default=(), kw_only=True)  # where the text is of several kinds
+    worst_domain: str | None = field(default=None, kw_only=True)  # the one with the largest mean KL
+
+    @property
+    def perhaps_worse(self) -> list[str]:
+        """Kinds of text that may be worse than the worst one measured: their intervals overlap."""
+        low = next((each.kl_ci95[0] for each in self.domains if each.name == self.worst_domain), 0.0)
+        return [each.name for each in self.domains if each.name != self.worst_domain and each.kl_ci95[1] > low]
 
 
 def check_vocabularies(reference: Session, sessions: Mapping[str, Session]) -> None:
@@ -149,6 +174,43 @@ def _compared(window: Window, base: Iterator[Tensor], tests: Mapping[str, Iterat
     return measured
 
 
+def by_domain(measured: MeasuredLogits, windows: Sequence[Window], domains: Sequence[str]) -> dict[str, MeasuredLogits]:
+    """The numbers of every kind of text; `domains` has the kind of each window. Largest logit differences are not known by kind."""
+    parts: dict[str, MeasuredLogits] = {}
+    start = 0
+    for window, name in zip(windows, domains, strict=True):
+        part, here = parts.setdefault(name, MeasuredLogits()), slice(start, start + len(window) - 1)
+        part.extend(MeasuredLogits(measured.kl[here], measured.nll[here], measured.nll_base[here], measured.agrees[here]))
+        start = here.stop
+    assert start == len(measured.kl), "every position belongs to a window"
+    return parts
+
+
+def figures_by_domain(measured: Mapping[str, MeasuredLogits], windows: Sequence[Window], domains: Sequence[str]) -> list[DomainFigures]:
+    """Of the file, with the floor beside it where that was measured; none where all text is of one kind."""
+    if len(set(domains)) < 2:
+        return []
+    files, floors = (by_domain(measured[name], windows, domains) if name in measured else {} for name in ("file", "floor"))
+    return [_figures(name, part, floors.get(name)) for name, part in files.items()]
+
+
+def _figures(name: str, measured: MeasuredLogits, floor: MeasuredLogits | None) -> DomainFigures:
+    kl, nll, base = (np.array(values) for values in (measured.kl, measured.nll, measured.nll_base))
+    low, high = bootstrap_ci95(nll - base)
+    return DomainFigures(
+        name=name,
+        tokens=len(kl),
+        kl_mean=float(kl.mean()),
+        kl_ci95=bootstrap_ci95(kl),
+        kl_floor=None if floor is None else float(np.mean(floor.kl)),
+        ppl=float(np.exp(nll.mean())),
+        ppl_base=float(np.exp(base.mean())),
+        ppl_ratio=float(np.exp(nll.mean() - base.mean())),
+        ppl_ratio_ci95=(float(np.exp(low)), float(np.exp(high))),
+        top1_agreement=float(np.mean(measured.agrees)),
+    )
+
+
 def judge(
     measured: MeasuredLogits,
     thresholds: Thresholds,
@@ -158,6 +220,7 @@ def judge(
     runtime: str,
     runtime_version: str,
     kl_floor: float | None = None,
+    domains: Sequence[DomainFigures] = (),
 ) -> Verdict:
     kl, nll, base = (np.array(values) for values in (measured.kl, measured.nll, measured.nll_base))
     ratio, agreement = float(np.exp(nll.mean() - base.mean())), float(np.mean(measured.agrees))
@@ -194,6 +257,8 @@ def judge(
         runtime_version=runtime_version,
         thresholds=thresholds,
         failures=tuple(failures),
+        domains=tuple(domains),
+        worst_domain=max(domains, key=lambda each: each.kl_mean).name if domains else None,
     )
 
 

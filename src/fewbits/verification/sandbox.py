@@ -21,7 +21,7 @@ from fewbits.model import checkpoints
 if TYPE_CHECKING:
     from fewbits.verification.runtimes import Runtime
 
-_NATIVE = ("llama.cpp", "onnxruntime", "onnxruntime-genai")  # the others are Python, and raise
+_NATIVE = ("llama.cpp", "mlx", "onnxruntime", "onnxruntime-genai")  # the others are Python, and raise
 _ROOM = 4 << 30  # bytes of address space that a runtime may take in addition to three copies of the file
 _CONTEXT = 32
 _SECONDS, _BYTES_PER_SECOND = 60, 50 << 20  # allowed at least, and the speed of a slow disk
@@ -40,6 +40,10 @@ def check(runtime: Runtime, path: Path) -> None:
         from fewbits.model.onnx.graph import check_graph
 
         check_graph(path)
+    elif runtime.name == "mlx":
+        from fewbits.targets.mlx import contents
+
+        contents.contents(path)  # checks offsets, shapes and types, which MLX takes as they are
     elif runtime.name == "llama.cpp":
         from fewbits.model.gguf.checkpoint import open_reader
         from fewbits.targets.gguf import first_part
@@ -82,6 +86,10 @@ def _open(name: str, path: Path) -> None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    elif name == "mlx":
+        from fewbits.targets.mlx import package
+
+        package.loaded(path)
     else:
         import onnxruntime_genai
 

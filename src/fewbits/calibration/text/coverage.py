@@ -73,6 +73,7 @@ class Coverage:
     vocabulary: int  # ids of the tokenizer
     vocabulary_seen: float  # share of the ids that the samples hold
     sources: tuple[Source, ...]  # largest first
+    domains: tuple[Source, ...]  # kinds of text, largest first; none: not known
     missing_in_evaluation: Missing | None  # None: no evaluation text was given
     overlap: Leak | None
     warnings: tuple[str, ...]
@@ -88,11 +89,12 @@ def coverage(samples: Samples, tokenizer: Any, evaluation: Sequence[Sequence[int
     vocabulary_seen = float((seen > 0).mean())
     missing = _missing(seen, _counts(evaluation, vocabulary), tokenizer) if len(evaluation) else None
     leak = _leak(samples.ids, evaluation, tokenizer) if len(evaluation) else None
-    sources = _sources(samples)
+    sources = _shares(samples, samples.sources)
     warnings = _warnings(samples.tokens, vocabulary_seen, sources, missing, leak)
     return Coverage(
         samples=len(samples.ids), tokens=samples.tokens, lengths=_lengths(samples.ids), vocabulary=vocabulary,
         vocabulary_seen=vocabulary_seen, sources=sources, missing_in_evaluation=missing, overlap=leak,
+        domains=_shares(samples, samples.domains) if samples.domains else (),
         warnings=warnings, notes=samples.notes,
     )  # fmt: skip
 
@@ -134,10 +136,11 @@ def _token_text(tokenizer: Any, id: int) -> str:
     return text if text and "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(id))  # a part of a character
 
 
-def _sources(samples: Samples) -> tuple[Source, ...]:
-    count: Counter[str] = Counter(samples.sources)
+def _shares(samples: Samples, names: Sequence[str]) -> tuple[Source, ...]:
+    """What is of each name, where `names` has one for each sample."""
+    count: Counter[str] = Counter(names)
     tokens: Counter[str] = Counter()
-    for name, ids in zip(samples.sources, samples.ids, strict=True):
+    for name, ids in zip(names, samples.ids, strict=True):
         tokens[name] += len(ids)
     ordered = sorted(count, key=lambda name: (-tokens[name], name))
     return tuple(Source(name, count[name], tokens[name], tokens[name] / samples.tokens) for name in ordered)

@@ -13,11 +13,12 @@ import zlib
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import IO, Any
 
+from fewbits.calibration.text import domains
 from fewbits.calibration.text.records import BOMB, FIELDS, LONGEST, RATIO, RECORD, bomb, json_array, json_lines, parquet
 from fewbits.errors import InputError
 from fewbits.store.untrusted import first_line
@@ -36,6 +37,7 @@ class Document:
     source: str  # for messages: the file's name relative to the path that was given, or `stdin`
     text: str
     continues: bool = False  # another piece of the document before it
+    domain: str = ""  # the kind of text: of the path that was given
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,19 @@ class _File:
     path: Path
     name: str
     in_folder: bool  # rather than given by name: it may be skipped
+    domain: str
 
 
 class Documents(Iterator[Document]):
     """A stream of documents that says, once it has been read, which files were skipped and why."""
 
-    def __init__(self, paths: Sequence[str | Path], tokenizer: Any) -> None:
+    def __init__(self, paths: Sequence[str | Path], tokenizer: Any, domain: str | None = None) -> None:
         if not paths:
             raise InputError("no data given", "name a file, a folder or `-` for standard input with `--data`")
         self.skipped: Counter[str] = Counter()  # reason -> files
         self._tokenizer = tokenizer
-        self._stream = chain.from_iterable(map(self._read, self._files([str(path) for path in paths])))
+        files = [file for file in self._files(domains.named(paths), domain) if domain in (None, file.domain)]
+        self._stream = chain.from_iterable(map(self._of_domain, files))
 
     def __next__(self) -> Document:
         return next(self._stream)
@@ -62,39 +66,44 @@ class Documents(Iterator[Document]):
     def notes(self) -> tuple[str, ...]:
         return tuple(f"{count} {'file' if count == 1 else 'files'} skipped: {reason}" for reason, count in sorted(self.skipped.items()))
 
-    def _files(self, given: list[str]) -> list[_File]:
-        files: list[tuple[Path, str, str, bool]] = []  # path, short name, longer name if several share it, in a folder
-        for place in given:
-            path = Path(place)
+    def _of_domain(self, file: _File) -> Iterator[Document]:
+        return (replace(document, domain=file.domain) for document in self._read(file))
+
+    def _files(self, paths: Iterable[domains.Given], domain: str | None) -> list[_File]:
+        """All files: what one of them is called depends on the others."""
+        files: list[tuple[Path, str, str, bool, str]] = []  # path, short name, longer name if several share it, in a folder, kind of text
+        for given in paths:
+            place, path = given.path, Path(given.path)
             if place == "-":
-                files.append((path, "stdin", "stdin", False))
+                files.append((path, "stdin", "stdin", False, given.domain))
             elif path.is_dir():
-                inside = self._walk(path)
+                inside = self._walk(path, counted=domain in (None, given.domain))
                 if not inside:
                     raise InputError(f"`{place}` holds no files to read", "hidden files are left out")
-                files += [(path / name, name, f"{path.name or place}/{name}", True) for name in inside]
+                files += [(path / name, name, f"{path.name or place}/{name}", True, given.domain) for name in inside]
             elif path.exists():
-                files.append((path, path.name, f"{path.parent.name or '.'}/{path.name}", False))
+                files.append((path, path.name, f"{path.parent.name or '.'}/{path.name}", False, given.domain))
             else:
                 raise InputError(f"`{place}` does not exist", "name a file, a folder or `-` for standard input with `--data`")
-        count = Counter(short for _, short, _, _ in files)
-        return [_File(path, short if count[short] == 1 else longer, in_folder) for path, short, longer, in_folder in files]
+        count = Counter(short for _, short, *_ in files)
+        return [_File(path, short if count[short] == 1 else longer, inside, domain) for path, short, longer, inside, domain in files]
 
-    def _walk(self, folder: Path) -> list[str]:
+    def _walk(self, folder: Path, counted: bool) -> list[str]:
         names = []
+        skipped: Counter[str] = Counter()
         for place, folders, files in os.walk(folder):
             here = Path(place).relative_to(folder)
             hidden = [name for name in folders if name.startswith(".")]
-            self.skipped["hidden folders, with all that is in them"] += len(hidden)
+            skipped["hidden folders, with all that is in them"] += len(hidden)
             folders[:] = sorted(set(folders) - set(hidden))
             for name in files:
                 if name.startswith("."):
-                    self.skipped["hidden"] += 1
+                    skipped["hidden"] += 1
                 elif (Path(place) / name).is_file():
                     names.append((here / name).as_posix())
                 else:
-                    self.skipped["not regular files"] += 1
-        self.skipped = +self.skipped
+                    skipped["not regular files"] += 1
+        self.skipped += skipped if counted else Counter()
         return sorted(names)
 
     def _read(self, file: _File) -> Iterator[Document]:
@@ -182,9 +191,9 @@ class Documents(Iterator[Document]):
             raise InputError(f"{place}: {reason}", "check roles and their order") from failure
 
 
-def documents(paths: Sequence[str | Path], tokenizer: Any) -> Documents:
-    """All documents under these paths, in order (folders sorted by name); `-` is standard input."""
-    return Documents(paths, tokenizer)
+def documents(paths: Sequence[str | Path], tokenizer: Any, domain: str | None = None) -> Documents:
+    """All documents under these paths, or those of one kind, in order (folders sorted by name); `-` is standard input."""
+    return Documents(paths, tokenizer, domain)
 
 
 def _kind(path: PurePath) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ _SHARED = "\0small sources"  # no file has such a name
 _BATCH = 64  # documents tokenized in one call, which does them in parallel
 
 Ids = NDArray[np.int32]
+Owner = tuple[str, str]  # a file and the kind of its text
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Samples:
     digest: str  # sha256 over the ids: the checksum of the data
     documents: int  # number of documents read
     notes: tuple[str, ...] = ()  # for the user: fewer samples than asked for, files skipped, documents dropped
+    domains: tuple[str, ...] = ()  # for each sample, the kind of its text; none: not known
 
     @property
     def tokens(self) -> int:
@@ -51,11 +53,13 @@ def sample(
     length: int | Literal["data"] = 512,
     seed: int = 0,
     longest: int | None = None,
+    of: str = "the data",
 ) -> Samples:
     """At most `count` samples, from each source in proportion to its share of the data, and at least one from each if there is room.
 
     If `length` is a number, documents are joined with the end-of-text token between them and cut into windows of that many tokens, each
     starting with the beginning-of-text token if the tokenizer adds one. If it is `"data"`, every document is one sample, cut to `longest`.
+    `of`: what messages call the data.
     """
     longest = longest or _longest(tokenizer)
     _check(count, length, longest)
@@ -64,23 +68,24 @@ def sample(
         if length == "data":
             if document.continues:
                 continue  # always beyond `longest`: the pieces before it have a million characters
-            document = Document(document.source, document.text[: 32 * longest])  # 32 characters for a token: more than the average
+            document = replace(document, text=document.text[: 32 * longest])  # 32 characters for a token: more than the average
         shelf.add(document)
     prefix = tokenizer("").input_ids[:1]  # as in `windows`
     notes = list(getattr(documents, "notes", ())) + shelf.notes()
     if length == "data":
-        pieces, sources, dropped, cut = _whole(shelf, tokenizer, prefix, longest)
+        pieces, owners, dropped, cut = _whole(shelf, tokenizer, prefix, longest, of)
         if dropped:
             notes.append(f"{_counted(dropped, 'document')} of {shelf.documents} dropped: shorter than 2 tokens")
         if cut:
             notes.append(f"{_counted(cut, 'document')} cut to {longest} tokens")
     else:
-        pieces, sources = _packed(shelf, tokenizer, prefix, length)
-    chosen = _draw(sources, shelf.weights(), count, seed)
+        pieces, owners = _packed(shelf, tokenizer, prefix, length, of)
+    chosen = _draw([source for source, _ in owners], shelf.weights(), count, seed)
     if len(chosen) < count:
-        notes.append(f"the data gives {_counted(len(chosen), 'sample')}, {count} were asked for")
+        notes.append(f"{of} gives {_counted(len(chosen), 'sample')}, {count} were asked for")
     ids = tuple(tuple(pieces[i].tolist()) for i in chosen)
-    return Samples(ids, tuple(sources[i] for i in chosen), seed, checksum(ids), shelf.documents, tuple(notes))
+    sources, domains = (tuple(owners[i][part] for i in chosen) for part in (0, 1))
+    return Samples(ids, sources, seed, checksum(ids), shelf.documents, tuple(notes), domains)
 
 
 class _Shelf:
@@ -171,9 +176,10 @@ def _tokenized(shelf: _Shelf, tokenizer: Any) -> Iterator[tuple[int, Document, l
             yield position, document, ids
 
 
-def _packed(shelf: _Shelf, tokenizer: Any, prefix: list[int], length: int) -> tuple[list[Ids], list[str]]:
+def _packed(shelf: _Shelf, tokenizer: Any, prefix: list[int], length: int, of: str) -> tuple[list[Ids], list[Owner]]:
+    """(samples, of each the file and the kind of text that most of it is of)"""
     end = getattr(tokenizer, "eos_token_id", None)
-    names: dict[str, int] = {}
+    names: dict[Owner, int] = {}
     stream: list[Ids] = []
     owners: list[Ids] = []
     before: tuple[int, list[int]] | None = None  # position and ids of the document before
@@ -187,14 +193,14 @@ def _packed(shelf: _Shelf, tokenizer: Any, prefix: list[int], length: int) -> tu
             stream.append(np.array([end], np.int32))
             owners.append(owners[-1][-1:])
         stream.append(np.array(ids, np.int32))
-        owners.append(np.full(len(ids), names.setdefault(document.source, len(names)), np.int32))
+        owners.append(np.full(len(ids), names.setdefault((document.source, document.domain), len(names)), np.int32))
         before = position, ids
     body = length - len(prefix)
     flat = np.concatenate(stream) if stream else np.zeros(0, np.int32)
     windows = len(flat) // body
     if not windows:
         hint = "give more text with `--data`, or a smaller `--length`"
-        raise InputError(f"the data has {len(flat)} tokens, one window needs {body}", hint)
+        raise InputError(f"{of} has {len(flat)} tokens, one window needs {body}", hint)
     rows = flat[: windows * body].reshape(windows, body)
     owned = np.concatenate(owners)[: windows * body].reshape(windows, body)
     listed = list(names)
@@ -203,10 +209,10 @@ def _packed(shelf: _Shelf, tokenizer: Any, prefix: list[int], length: int) -> tu
     return [np.concatenate([head, row]) for row in rows], [listed[owner] for owner in mostly]
 
 
-def _whole(shelf: _Shelf, tokenizer: Any, prefix: list[int], longest: int) -> tuple[list[Ids], list[str], int, int]:
-    """(samples, their sources, number of documents too short, number of documents cut), one sample per document."""
+def _whole(shelf: _Shelf, tokenizer: Any, prefix: list[int], longest: int, of: str) -> tuple[list[Ids], list[Owner], int, int]:
+    """(samples, their files and kinds of text, number of documents too short, number of documents cut), one sample per document."""
     samples: list[Ids] = []
-    sources: list[str] = []
+    owners: list[Owner] = []
     cut = 0
     for _, document, ids in _tokenized(shelf, tokenizer):
         body = ids[len(prefix) :] if prefix and ids[:1] == prefix else ids
@@ -214,10 +220,10 @@ def _whole(shelf: _Shelf, tokenizer: Any, prefix: list[int], longest: int) -> tu
             continue
         cut += len(prefix) + len(body) > longest
         samples.append(np.array((prefix + body)[:longest], np.int32))
-        sources.append(document.source)
+        owners.append((document.source, document.domain))
     if not samples:
-        raise InputError("the data holds no document of 2 tokens or more", "give more text with `--data`")
-    return samples, sources, shelf.documents - len(samples), cut
+        raise InputError(f"{of} holds no document of 2 tokens or more", "give more text with `--data`")
+    return samples, owners, shelf.documents - len(samples), cut
 
 
 def _draw(sources: Sequence[str], weights: dict[str, float], count: int, seed: int) -> list[int]:

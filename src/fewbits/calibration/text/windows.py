@@ -12,16 +12,14 @@ from fewbits.store.untrusted import first_line
 Window = list[int]
 
 
-def windows(text: str, tokenizer: Any, length: int, tokens: int | None = None) -> list[Window]:
+def windows(text: str, tokenizer: Any, length: int, tokens: int | None = None, of: str = "the text") -> list[Window]:
     """Windows of `length` tokens that together predict at most `tokens` tokens. Each starts like a document, with the beginning-of-text
-    token if the tokenizer adds one, because position 0 is unlike any other."""
+    token if the tokenizer adds one, because position 0 is unlike any other. `of`: what messages call the text."""
     prefix = tokenizer("").input_ids[:1]
     ids: list[int] = encoded(tokenizer, text)
     body = length - len(prefix)
     if length < 2 or len(ids) < body:
-        raise InputError(
-            f"the text has {len(ids)} tokens, one window needs {body}", "give more text with `--data`, or a smaller `--length`"
-        )
+        raise InputError(f"{of} has {len(ids)} tokens, one window needs {body}", "give more text with `--data`, or a smaller `--length`")
     count = len(ids) // body
     if tokens is not None:
         count = min(count, max(1, tokens // (length - 1)))

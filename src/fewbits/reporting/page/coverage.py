@@ -30,6 +30,12 @@ def section(made: Results) -> Section:
         body.append(figure("sources", "Share of the calibration tokens by source", "Where the calibration tokens come from."))
     listed = table(("source", "samples", "tokens", "share"), rows, "Sources of the calibration text", (1, 2, 3))
     body.append(behind("Sources as a table", listed))
+    if len(kinds := coverage.get("domains") or ()) > 1:
+        rows = [
+            (text(row["name"]), f"{whole(row['samples']):,}", f"{whole(row['tokens']):,}", share(number(row["share"]))) for row in kinds
+        ]
+        listed = table(("kind", "samples", "tokens", "share"), rows, "Kinds of the calibration text", (1, 2, 3))
+        body.append(behind("Kinds of calibration text as a table", listed))
     if (unseen := coverage["missing_in_evaluation"]) and unseen["most_frequent"]:
         tokens = [(text(row["text"]), str(whole(row["id"])), str(whole(row["count"]))) for row in unseen["most_frequent"]]
         listed = table(("token", "id", "times in the evaluation"), tokens, "Tokens that calibration never saw", (1, 2))

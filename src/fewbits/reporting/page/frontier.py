@@ -60,7 +60,7 @@ def _picture(made: Results, marks: list[dict[str, Any]]) -> Html:
     shown = legend((kind, said) for kind, said in _LEGEND if kind in kinds)
     low, high = made.frontier[0], made.frontier[-1]
     label = f"Predicted KL divergence falls from {kl(low.kl)} at {size(low.bytes)} to {kl(high.kl)} at {size(high.bytes)}."
-    return figure("frontier", label, "KL divergence to the original on a logarithmic scale, lower is closer; size of the weights.", shown)
+    return figure("frontier", label, "KL divergence to the source on a logarithmic scale, lower is closer; size of the weights.", shown)
 
 
 def _slider(stops: list[model_map.Stop]) -> Html:

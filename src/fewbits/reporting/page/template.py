@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from fewbits.reporting.page import budget, coverage, files, frontier, kernels, memory, reproduction, values, verdict
+from fewbits.reporting.page import budget, coverage, domains, files, frontier, kernels, memory, reproduction, values, verdict
 from fewbits.reporting.page.contents import Contents
 from fewbits.reporting.page.markup import Html, Section, data_block, joined, tag
 
@@ -49,6 +49,7 @@ def _sections(shown: Contents) -> Iterator[Section | None]:
     if shown.demo:
         yield files.section(shown.demo)
     if made := shown.made:
+        yield domains.section(made)
         yield frontier.section(made, shown.peers)
         yield from (each.section(made) for each in (budget, values, coverage, memory))
         yield kernels.section(made, shown.bench)

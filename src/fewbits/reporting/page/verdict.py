@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
+from fewbits.reporting.closeness import closeness
 from fewbits.reporting.page.contents import Contents
 from fewbits.reporting.page.markup import Html, code, figures, joined, tag
 from fewbits.reporting.page.words import count, kl, million, names, share, size
@@ -40,21 +41,29 @@ def title(shown: Contents) -> str:
 
 def _state(verdict: Verdict | None) -> Html:
     if verdict is None:
-        return _chip("open", "Not verified", "The file was written and not run: nothing is known of how it behaves.")
+        return _chips(("open", "Not verified", "The file was written and not run: nothing is known of how it behaves."))
+    how_close = closeness(verdict)
+    close = [(how_close.look, how_close.word, f"{_capital(how_close.said)}.")] if how_close else []
     if not verdict.passed:
-        return _chip("failed", "Failed", f"{'; '.join(verdict.failures)}.")
+        return _chips(("failed", "Failed", f"{'; '.join(verdict.failures)}."), *close)
     limits = (
         (verdict.thresholds.max_kl, "KL divergence at most", kl(verdict.kl_mean)),
         (verdict.thresholds.min_agreement, "share of equal next tokens at least", f"{verdict.top1_agreement:.4f}"),
         (verdict.thresholds.max_ppl_ratio, "perplexity ratio at most", f"{verdict.ppl_ratio:.4f}"),
     )
     if asked := [f"{words} {limit:g} (measured {measured})" for limit, words, measured in limits if limit is not None]:
-        return _chip("passed", "Passed", f"Asked for: {names(asked)}.")
-    return _chip("passed", "Ran", f"The file ran in {verdict.runtime}. No limit was set for it to pass or fail.")
+        return _chips(("passed", "Passed", f"Asked for: {names(asked)}."), *close)
+    return _chips(*close)
 
 
-def _chip(look: str, word: str, said: str) -> Html:
-    return tag("p", tag("strong", word, class_=f"chip {look}"), " ", said, class_="state", id="verdict")
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _chips(*shown: tuple[str, str, str]) -> Html:
+    """Each a coloured word and a sentence."""
+    parts = [part for look, word, said in shown for part in (tag("strong", word, class_=f"chip {look}"), f" {said} ")]
+    return tag("p", *parts, class_="state", id="verdict")
 
 
 def _made_of(made: Results) -> list[str]:
@@ -64,7 +73,7 @@ def _made_of(made: Results) -> list[str]:
     if (of := made.source) is None:
         return [file, f" holds {million(made.plan.elements)} weights in {bits}, {size(nbytes)} in all."]
     part = f"{share(nbytes / of.float_bytes, 0)} of the {size(of.float_bytes)} that the weights take in {of.float_format}"
-    instead = f"{bits} instead of {8 * of.float_bytes / of.elements:.0f}"
+    instead = f"{bits} instead of {8 * of.float_bytes / of.elements:.3g}"
     takes = f" ({of.architecture}) in {instead}. It takes {size(nbytes)}: {part}."
     return [file, f" holds the {million(of.elements)} weights of ", code(of.name), takes]
 
@@ -75,7 +84,8 @@ def _measured(verdict: Verdict) -> list[str]:
     low, high = verdict.ppl_ratio_ci95
     doubt = "" if low > 1 or high < 1 else "; too small a change to be told from chance"
     return [
-        f"It ran in {verdict.runtime} beside the original, on {verdict.tokens:,} tokens of text that it was not fitted to. ",
+        f"It ran in {verdict.runtime} beside {verdict.reference or 'the original'}, ",
+        f"on {verdict.tokens:,} tokens of text that it was not fitted to. ",
         f"Both choose the same next token in {100 * verdict.top1_agreement:.1f} of 100 cases. ",
         f"Its perplexity is {moved} ({verdict.ppl:.2f} instead of {verdict.ppl_base:.2f}{doubt}).",
     ]
@@ -101,7 +111,7 @@ def _of_demo(shown: Contents, demo: Demonstration) -> Html:
     bad = [row for row in demo.rows if not (row.passed and row.crosscheck["agrees"])]
     said = f"Every file ran in {names(runtimes)}, and each computed what its bytes say."
     failed = f"{names([row.file for row in bad])} did not pass."
-    state = _chip("failed", "Failed", failed) if bad else _chip("passed", "Passed", said)
+    state = _chips(("failed", "Failed", failed) if bad else ("passed", "Passed", said))
     lead = [
         f"The {demo.model} model was calibrated, measured and planned, and written as {count(len(demo.rows), 'file')}, from its float ",
         "weights down to the smallest. Each file was run in the runtime that it is meant for, beside the original in torch. ",

@@ -98,11 +98,15 @@ def write(folder: Path, result: Mapping[str, object]) -> Path:
 
 
 def _source(model: Model) -> Source:
+    if stored := model.lossy:  # a GGUF that is quantized already: its own bytes, not those that its numbers would take as floats
+        numbers = sum(weight.shape[0] * weight.shape[1] for weight in model.weights)
+        nbytes = round(stored.bits * numbers / 8)
+        return Source(model.name, str(model.config.model_type), numbers, nbytes, ", ".join(stored.names))
     elements = Counter[str]()
     for weight in model.weights:
         elements[weight.dtype] += weight.shape[0] * weight.shape[1]
     nbytes = sum(formats.get(weight.dtype).nbytes(weight.shape) for weight in model.weights)
-    return Source(model.path.name, str(model.config.model_type), elements.total(), nbytes, elements.most_common(1)[0][0])
+    return Source(model.name, str(model.config.model_type), elements.total(), nbytes, elements.most_common(1)[0][0])
 
 
 def _uses(artifact: Artifact, path: Path) -> tuple[MemoryUse, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +14,7 @@ from fewbits import artifact as artifacts
 from fewbits import targets
 from fewbits.artifact import machine as machines
 from fewbits.calibration import listed
+from fewbits.calibration.text import domains
 from fewbits.reporting.schema import CALIBRATED, Hash, Reproduction
 from fewbits.store.files import sha256_of
 
@@ -50,9 +51,11 @@ def commands(request: Any) -> tuple[str, ...]:
         return (made,)
     words = ["fewbits", "verify", str(request.out), "--against", str(request.model)]
     words += [word for text in judged_on for word in ("--data", str(text))]
-    for name in ("max_kl", "min_agreement", "max_ppl_ratio", "length"):
-        value = getattr(request, name)
-        words += [] if value is None else [f"--{name.replace('_', '-')}", f"{value:g}"]
+    mix = request.mix.of(domains.names(judged_on))
+    limits = {name: getattr(request, name) for name in ("max_kl", "min_agreement", "max_ppl_ratio")}
+    length = ",".join(_spelled(each) for each in (request.usual_length, mix.lengths) if each)
+    for name, value in {**limits, "length": length or None, "weights": mix.weights or None}.items():
+        words += [] if value is None else [f"--{name.replace('_', '-')}", _spelled(value)]
     default = next(each.default for each in fields(request) if each.name == "tokens")
     words += ["--tokens", str(request.tokens)] if request.tokens != default else []
     return made, shlex.join(words)
@@ -70,8 +73,15 @@ def command(verb: str, request: Any) -> str:
             value = ",".join(value)
         for each in value if isinstance(value, list | tuple) else [value]:
             words += [spelled] if spelled else []
-            words += [] if each is True else [f"{each:g}" if isinstance(each, float) else str(each)]
+            words += [] if each is True else [_spelled(each)]
     return shlex.join(words)
+
+
+def _spelled(value: Any) -> str:
+    """As the command line takes it."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={_spelled(each)}" for name, each in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _versions(target: str) -> dict[str, str]:

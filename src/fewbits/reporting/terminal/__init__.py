@@ -1,14 +1,38 @@
-"""Results on a person's screen: a file for each kind of result, and here what they share. All goes to stderr: stdout is for data."""
+"""Results on a person's screen: a file for each kind of result, and here what they share.
+
+Notes, errors and what a verb says of its work go to stderr. The tables of verbs that are asked for data (formats, fit, inspect, compare,
+plan) go to stdout, so that they can be searched and kept: `with console.on_stdout()`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-console = Console(stderr=True, highlight=False)
+_WIDE = 200  # characters of a line in a file or a pipe, where nothing says how wide it is
+
+
+class Screen(Console):
+    @contextmanager
+    def on_stdout(self) -> Iterator[None]:
+        """What is printed within goes to stdout: with colours only on a terminal, and without a limit to its width in a pipe."""
+        before = self.stderr, self._color_system, self._width
+        self.stderr = False
+        if not self.is_terminal:
+            self._color_system = None
+            self._width = self._width or _WIDE
+        try:
+            yield
+        finally:
+            self.stderr, self._color_system, self._width = before
+
+
+console = Screen(stderr=True, highlight=False)
+_notes = Console(stderr=True, highlight=False)
 
 
 def size(nbytes: float) -> str:
@@ -21,21 +45,21 @@ def size(nbytes: float) -> str:
 
 
 def error(message: str, hint: str = "") -> None:
-    console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    _notes.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
     if hint:
-        console.print(f"\n[bold]hint:[/] {escape(hint)}", soft_wrap=True)
+        _notes.print(f"\n[bold]hint:[/] {escape(hint)}", soft_wrap=True)
 
 
 def note(message: str) -> None:
-    console.print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
+    _notes.print(f"[yellow]note:[/] {escape(message)}", soft_wrap=True)
 
 
 def judged(failures: Sequence[str], asked: bool) -> None:
     """The end of a verdict. `asked`: a threshold was given."""
     for failure in failures:
         console.print(f"[bold red]failed:[/] {escape(failure)}")
-    if not failures:
-        console.print("[bold green]passed[/]" if asked else "[bold green]ran[/], no threshold was asked for")
+    if asked and not failures:
+        console.print("[bold green]passed[/]")
 
 
 def new_table(title: str | None, columns: Iterable[str]) -> Table:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from fewbits.reporting.terminal import console, new_table, note
+from fewbits.reporting.terminal import console, new_table, note, size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fewbits.calibration import Calibrated
 
 
@@ -26,6 +28,8 @@ def show(result: Calibrated) -> None:
         table.add_row("unseen in the held-out text", f"{missing.occurrences:.2%} of its tokens" + (f", such as {named}" if named else ""))
     if coverage.overlap:
         table.add_row("shared with it", f"{coverage.overlap.share:.2%} of its {coverage.overlap.n}-grams")
+    for kind in coverage.domains if len(coverage.domains) > 1 else ():
+        table.add_row("kind of text", f"{escape(kind.name)}: {kind.share:.0%} ({kind.samples} samples)")
     for source in coverage.sources[:8]:
         table.add_row("from", f"{escape(source.name)}: {source.share:.0%} ({source.samples} samples)")
     for name, counts in result.statistics.about["experts"].items():
@@ -42,3 +46,8 @@ def show(result: Calibrated) -> None:
     for warning in coverage.warnings:
         note(warning)
     console.print(f"wrote {escape(str(result.folder))}/")
+
+
+def wrote_importance(path: Path) -> None:
+    takes = "`fewbits quantize --imatrix` and llama.cpp's `llama-quantize --imatrix` take it"
+    console.print(f"wrote {escape(str(path))} ({size(path.stat().st_size)}), llama.cpp's importance matrix: {takes}", soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from fewbits.reporting.terminal import console, new_table, note, size
+from fewbits.reporting.terminal.tables import Column, fitted
 
 if TYPE_CHECKING:
     from fewbits.planning import Plan
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from fewbits.verification.forecast.measurement import Measured
 
 _MOST = 8  # weights shown
-_BAR = 30  # characters
+_BAR = 30  # characters, if there is room
+_BESIDE_BAR = 56  # of the figures before it and the mark after it
 
 
 def summary(plan: Plan) -> None:
@@ -106,8 +108,9 @@ def frontier(points: Sequence[Point], here: int | None = None) -> None:
     low, high = (math.log(f(point.kl for point in useful)) for f in (min, max))
     shown = new_table("frontier", ("bits per weight", "bytes", "predicted KL", ""))
     nearest = min(useful, key=lambda point: abs(point.nbytes - here)) if here is not None else None
+    longest = max(1, min(_BAR, console.width - _BESIDE_BAR))
     for point in useful:
-        bar = "#" * max(1, round(_BAR * (math.log(point.kl) - low) / max(high - low, 1e-9)))
+        bar = "#" * max(1, round(longest * (math.log(point.kl) - low) / max(high - low, 1e-9)))
         mark = " <- near here" if point is nearest else ""
         shown.add_row(f"{point.bits_per_weight:.2f}", size(point.nbytes), f"{point.kl:.2g}", bar + mark)
     console.print(shown)
@@ -127,15 +130,17 @@ def explained(explanation: Explanation) -> None:
 
 
 def accumulation(errors: Accumulation) -> None:
-    shown = new_table(
-        f"errors from block to block, on {errors.tokens:,} tokens: KL of the model with everything up to here quantized",
-        ("up to block", "weights", "predicted", "measured", "error of its output"),
-    )
+    columns = (
+        Column("up to block"), Column("weights", 3, right=True), Column("predicted", 1, right=True), Column("measured", right=True),
+        Column("error of its output", 2, right=True),
+    )  # fmt: skip
+    cells = []
     for row in errors.rows:
         name = "embedding and output" if row.block < 0 else str(row.block)
         predicted = "" if row.predicted_so_far is None else f"{row.predicted_so_far:.5f}"
-        shown.add_row(name, str(row.weights), predicted, f"{row.measured_so_far:.5f}", f"{row.hidden_error:.1e}")
-    console.print(shown)
+        cells.append((name, str(row.weights), predicted, f"{row.measured_so_far:.5f}", f"{row.hidden_error:.1e}"))
+    title = f"errors from block to block, on {errors.tokens:,} tokens: KL of the model with everything up to here quantized"
+    console.print(fitted(title, columns, cells, console.width))
 
 
 def rounds(done: Sequence[Round], passed: bool, least: float) -> None:

@@ -204,6 +204,23 @@ const charts = (() => {
     });
   }
 
+  function domains(rows, width) {
+    const most = d3.max(rows, (d) => Math.max(d.kl, d.high));
+    const told = (d) => `${d.name}\nKL ${d.value}, 95 %: ${kl(d.low)} to ${kl(d.high)}`;
+    return Plot.plot({
+      width, height: 38 + 34 * rows.length, marginLeft: 0, marginRight: 12, marginTop: 4, marginBottom: 30, style,
+      x: {label: null, domain: [0, most], tickFormat: d3.format("~g"), ticks: width < 500 ? 4 : 7, grid: true},
+      y: {type: "band", domain: rows.map((d) => d.name), axis: null, padding: 0},
+      marks: [
+        Plot.barX(rows, {x: "kl", y: "name", fill: accent, fillOpacity: 0.45, insetTop: 20, insetBottom: 5, rx: 1.5}),
+        Plot.ruleY(rows, {x1: "low", x2: "high", y: "name", stroke: "currentColor", strokeWidth: 1.5, dy: 8}),
+        Plot.text(rows, {x: 0, y: "name", text: (d) => shortened(d.name, width), textAnchor: "start", dy: -7}),
+        Plot.text(rows, {frameAnchor: "right", y: "name", text: (d) => d.value, textAnchor: "end", dy: -7, fill: soft}),
+        tip(rows, width, {x: "kl", y: "name", title: told, maxRadius: Infinity}, Plot.pointerY),
+      ],
+    });
+  }
+
   function bins({low, high, shares}) {
     const wide = (high - low) / shares.length;
     return shares.map((share, i) => ({x1: low + i * wide, x2: low + (i + 1) * wide, share}));
@@ -256,5 +273,5 @@ const charts = (() => {
     });
   }
 
-  return {frontier, files, scale, map, growth, costly, histogram, sources, memory, reached};
+  return {frontier, files, scale, map, growth, costly, histogram, domains, sources, memory, reached};
 })();

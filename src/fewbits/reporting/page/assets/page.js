@@ -22,6 +22,7 @@
       none.textContent = "Not recorded: it is looked up, or calibration did not keep it.";
       return none;
     },
+    domains: (width) => charts.domains(data.domains, width),
     sources: (width) => charts.sources(data.sources, width),
     memory: (width) => charts.memory(data.memory, width),
     reached: (width) => charts.reached(data.reached, width),
