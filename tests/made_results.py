@@ -40,6 +40,9 @@ def _results(limits: Thresholds, seed: int = 0) -> str:
     verdict = metrics.judge(
         measured, limits, nbytes=plan.nbytes + 90_000, bits_per_weight=plan.bits_per_weight, runtime="llama.cpp",
         runtime_version="xllamacpp 1", kl_floor=2e-7,
+        domains=metrics.figures_by_domain(
+            {"file": measured}, [[0] * 257] * 8, ["prose", "code", "chat", "prose", "code", "long", "prose", "long"]
+        ),
     )  # fmt: skip
     gathered = Gathered(
         source=Source("tiny-llama", "llama", ELEMENTS, 2 * ELEMENTS, "fp16"),

@@ -217,7 +217,12 @@ def page() -> str:
     weight = Weight("any", (4096, 4096), "mlp", "fp16")
     out = [INTRODUCTION]
     for fmt in formats.all().values():
-        carriers = [name for name, target in targets.all().items() if target.runtime != "torch" and target.accepts(weight, fmt) is None]
+        kinds = [replace(weight, dtype=dtype) for dtype in ("fp16", "bf16")]  # MLX has scales in the type of the model
+        carriers = [
+            name
+            for name, target in targets.all().items()
+            if target.runtime != "torch" and any(target.accepts(each, fmt) is None for each in kinds)
+        ]
         where = ", ".join(carriers) or "fewbits artifacts only"
         out.append(f"## {fmt.name}\n")
         head = f"{fmt.about}. {fmt.bits_per_weight(weight.shape):.4g} bits per weight. Carried by: {where}."

@@ -27,6 +27,8 @@ _PACKAGES = {
     "onnxruntime": ("runs ONNX files, to verify them", "pip install fewbits[onnx]"),
     "onnxruntime-genai": ("generates from ONNX files, to verify them", "pip install fewbits[genai]"),
     "compressed-tensors": ("lets transformers load quantized folders, to verify them", "pip install fewbits[ct]"),
+    "mlx": ("runs folders for Apple silicon, to verify them", "pip install fewbits[mlx]"),
+    "mlx-lm": ("says how folders for Apple silicon are laid out", "pip install fewbits[mlx]"),
     "triton": ("compiles the kernels for GPUs", "pip install fewbits[triton]"),
     "pyarrow": ("reads calibration data in Parquet files", "pip install fewbits[parquet]"),
 }

@@ -13,8 +13,9 @@ from fewbits import sensitivity
 from fewbits.artifact import manifest, written
 from fewbits.artifact.accuracy_loop import until_accurate
 from fewbits.artifact.maker import Maker, OutputFile
-from fewbits.calibration import reuse, split
+from fewbits.calibration import by_domain, listed, reuse, split
 from fewbits.calibration.folder import Statistics
+from fewbits.calibration.importance_matrix import ImportanceMatrix
 from fewbits.calibration.shards import check_shards
 from fewbits.calibration.split import Text
 from fewbits.calibration.text import windows
@@ -24,8 +25,9 @@ from fewbits.model.weights import TOWER
 from fewbits.planning.allocation import allocator
 from fewbits.planning.decision import predicted_kl
 from fewbits.preflight import Work, preflight
-from fewbits.progress import say, silent
+from fewbits.progress import doing, expect, say, silent
 from fewbits.reporting import results
+from fewbits.reporting.meanwhile.steps import done_before
 from fewbits.reporting.results.quantized import Quantized
 from fewbits.request import Request
 from fewbits.sensitivity.curve import FROM
@@ -35,7 +37,7 @@ from fewbits.store.cache import open_cache
 from fewbits.targets import pricing
 from fewbits.targets.gguf.source import open_source
 from fewbits.verification import embeddings, runtimes, sandbox
-from fewbits.verification.files import Trial, verdict_on
+from fewbits.verification.files import Trial, compared_with, verdict_on
 from fewbits.verification.floor import check_floor
 from fewbits.verification.forecast.large_damage import measure_curve
 from fewbits.verification.runtimes import llamacpp
@@ -44,7 +46,6 @@ from fewbits.verification.streamed import REFERENCE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fewbits.calibration.importance_matrix import ImportanceMatrix
     from fewbits.model import Model
     from fewbits.planning import Plan
     from fewbits.planning.decision import Decision
@@ -78,8 +79,9 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress[Any] = si
 @contextmanager
 def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
     """The model, the text and the work folder, after everything that can be refused was."""
-    source = open_source(request.model, request.offline)
-    request.check(source)
+    with doing(progress, f"opening {request.model}"):
+        source = open_source(request.model, request.offline)
+        request.check(source)
     if not request.no_verify:
         runtimes.needed(runtimes.get(request.target.runtime))
     subject = request.laid_out(source, progress)
@@ -93,12 +95,16 @@ def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
         say(progress, remark)
     ahead = preflight(subject, request.target, request.path, _work(request, subject, text, plan), plan)
     ahead.check()
-    say(progress, ahead.line())
     with (
         open_cache(request.work, request.fresh, progress) as cache,
         executors.open_crew(request.workers, source, request.model, request.offline) as crew,
     ):
-        yield Run(request, source, subject, plan, text, remarks, cache, crew, progress)
+        say(progress, ahead.line(done_before(cache.results(), len(subject.weights), ahead.blocks)))
+        expect(progress, ahead.parts)
+        try:
+            yield Run(request, source, subject, plan, text, remarks, cache, crew, progress)
+        finally:
+            expect(progress, ())
 
 
 def _without_checkpoint(request: Request, source: GgufModel) -> Request:
@@ -112,8 +118,10 @@ def _without_checkpoint(request: Request, source: GgufModel) -> Request:
 
 def _remarks(request: Request, source: Model, subject: Model, text: Text) -> tuple[str, ...]:
     """What a reader of the result should know; the float file of a layout is run for it, and refused if it computes something else."""
-    said = []
-    if quantized := getattr(source.checkpoint, "source_quantization", None):
+    said = _not_judged(request, text)
+    if source.lossy:
+        said.append(compared_with(source))
+    elif quantized := getattr(source.checkpoint, "source_quantization", None):
         said.append(f"The source was itself quantized ({quantized}): the file is compared with what it decodes to")
     if isinstance(subject, GgufModel) and subject.origin is None:
         said.append(f"`{subject.config.model_type}` is not in fewbits' table: its matrices were quantized as the file lays them out")
@@ -130,6 +138,14 @@ def _remarks(request: Request, source: Model, subject: Model, text: Text) -> tup
         if not request.no_verify:
             said.append(check_floor(subject, text.windows, request.max_floor))
     return tuple(said)
+
+
+def _not_judged(request: Request, text: Text) -> list[str]:
+    """Kinds of text that there was too little of to set some aside."""
+    if request.no_verify or request.held_out or not text.samples:
+        return []
+    missing = [name for name in dict.fromkeys(text.samples.domains) if text.domains and name not in text.domains]
+    return [f"No text of `{name}` was set aside to judge on: name some with `--held-out {name}=FILE`" for name in missing]
 
 
 @dataclass(frozen=True)
@@ -149,7 +165,10 @@ class Run:
     def calibrate(self) -> Statistics | ImportanceMatrix | None:
         asked = self.request
         if asked.statistics is not None:
-            return reuse.given(asked.statistics, self.source, self.subject)
+            known = reuse.given(asked.statistics, self.source, self.subject)
+            if isinstance(known, ImportanceMatrix):
+                say(self.progress, str(known))
+            return known
         if self.text.samples is None:
             return None
         assert not isinstance(self.source, GgufModel), "no text was drawn for it"
@@ -222,7 +241,7 @@ class Run:
         asked = self.request
         if asked.no_verify:
             return None
-        trial = Trial(runtimes.get(asked.target.runtime), asked.limits)
+        trial = Trial(runtimes.get(asked.target.runtime), asked.limits, domains=self.text.domains)
         return verdict_on(file, self.subject, self.text.windows, trial, self.progress, self.cache, asked.memory)
 
     def report(self, made: OutputFile, verdict: Any, decision: Decision | None = None, rounds: Sequence[Round] = ()) -> Quantized:
@@ -252,22 +271,27 @@ def _text(request: Request, source: Model, plan: Plan | None) -> Text:
         if request.no_verify:
             return Text(None, [])
         llamacpp.lend_tokenizer(source)
-        return Text(None, split.held_out_windows(source, request.held_out, request.length, request.tokens))
+        request.mix.check(by_domain.names_of(listed(request.held_out)))
+        return split.held_out_text(source, request.held_out, request.usual_length, request.tokens, request.mix)
     collects = request.statistics is None and request.calibrates(plan)
     samples = request.samples if collects or request.sequential or request.tune else 0
-    text = split.split(source, request.data, request.held_out, samples, request.length, request.seed, request.tokens)
+    text = split.split(source, request.data, request.held_out, samples, request.usual_length, request.seed, request.tokens, request.mix)
     check_shards(text.samples if collects else None, request.shards)
     return text
 
 
 def _work(request: Request, source: Model, text: Text, plan: Plan | None) -> Work:
+    measured = () if plan else pricing.worth_measuring(source, request.target, request.budget, request.constraints)
     return Work(
         samples=len(text.samples.ids) if text.samples and request.statistics is None else 0,
-        length=max(map(len, text.samples.ids)) if text.samples else windows.window_length(source.config, request.length),
+        length=max(map(len, text.samples.ids)) if text.samples else windows.window_length(source.config, request.usual_length),
         buffer=request.memory,
-        formats=0 if plan else len(pricing.worth_measuring(source, request.target, request.budget, request.constraints)),
+        formats=len(measured),
+        divisors=tuple(fmt.block or 1 for fmt in measured),
         feedback=request.method != "rtn",
+        tune=request.tune or 0,
         makes=request.rounds if plan is None and request.budget.by_accuracy else 1,
         verified=0 if request.no_verify else request.tokens,
         size=request.size,
+        text=text.samples.tokens if text.samples and request.statistics is None else None,
     )

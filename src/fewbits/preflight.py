@@ -7,8 +7,10 @@ product of the model's size reaches now. A forward pass reaches half of that rat
 counted as the operations that would take as long:
 
     calibrating   a forward pass with second moments, then another one and its gradients: 4.9 forward passes by count, 5.5 measured
-    measuring     15,000 cols^2 for each weight and format (13,500 on the embedded model, 16,400 on SmolLM2)
-    quantizing    10,000 a number by rounding; 70,000 with error feedback, beside its products
+    measuring     1.85 million cols + 1,760 cols^2 for each weight and format that its columns divide into (256, 576 and 1536 columns:
+                  9,000, 5,400 and 2,960 cols^2 on the embedded model and SmolLM2)
+    quantizing    10,000 a number by rounding; 105,000 with error feedback, beside its products
+    tuning        3.4 forward passes of a minibatch of 512 tokens for each step
     verifying     the float model and two files in the runtime, a forward pass each
 """
 
@@ -16,9 +18,8 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import formats
 from fewbits.artifact import SHARD_BYTES
+from fewbits.calibration import output_moments
 from fewbits.calibration.folder import WHOLE_COLUMNS
 from fewbits.calibration.recorders import DRAWN_PER_SAMPLE
 from fewbits.calibration.triangles import SMALL_COLUMNS
@@ -35,6 +37,10 @@ from fewbits.formats.runtime import kv
 from fewbits.model import Model
 from fewbits.model.walk import BATCH_TOKENS
 from fewbits.planning import budgets, footprint
+from fewbits.progress import Part
+from fewbits.reporting.meanwhile.steps import parts_of
+from fewbits.reporting.meanwhile.whole import duration
+from fewbits.reporting.terminal import size as _size
 from fewbits.sensitivity import prediction
 
 if TYPE_CHECKING:
@@ -50,8 +56,9 @@ _MARGIN = 64 << 20  # bytes of memory for Python, the allocator and threads
 _LIBRARY = 64 << 20  # bytes of memory for a runtime's library, loaded when a file is first run in it
 _HISTOGRAM = 64 << 10  # bytes of statistics for each weight beside its moments: ranges, histogram, names
 _EFFICIENCY = 0.53
-_MEASURED, _ROUNDED, _FED_BACK = 15_000, 10_000, 70_000  # equivalent operations, see above
-_FEEDBACK_PASSES = 6
+_MEASURED = (1.85e6, 1760.0)  # equivalent operations, by columns and by their square
+_ROUNDED, _FED_BACK = 10_000, 105_000
+_FEEDBACK_PASSES, _TUNED, _MINIBATCH = 6, 3.4, 512
 _LOOK = 0.1  # seconds to measure the speed
 _STARTING = 1.0  # seconds to open two sessions of a runtime, which read a vocabulary
 _DISK_RATE = 200e6  # bytes per second: a slow SSD
@@ -62,17 +69,23 @@ class Work:
     """What is to be done."""
 
     samples: int = 0  # to calibrate with; 0: nothing is calibrated
-    length: int = 512  # tokens of each
+    length: int = 512  # tokens of the longest
     buffer: int = 1 << 30  # bytes of hidden states that stay in memory while calibrating
     formats: int = 0  # how many every weight is measured in; 0: the plan is given
+    divisors: tuple[int, ...] = ()  # columns that each of these formats packs together; weights that they do not divide skip it
     feedback: bool = True  # some codes are chosen by error feedback
     makes: int = 1  # the most plans that are made: rounds until an accuracy is met
+    tune: int = 0  # steps for each block
     verified: int = 0  # tokens that the file is judged on; 0: it is not run
     size: str | None = None  # `--size`, which the plan will not exceed
+    text: int | None = None  # tokens of all samples; None: all are as long as the longest
+
+    def formats_of(self, columns: int) -> int:
+        return sum(columns % block == 0 for block in self.divisors) if self.divisors else self.formats
 
     @property
     def tokens(self) -> int:
-        return self.samples * self.length
+        return self.samples * self.length if self.text is None else self.text
 
 
 @dataclass(frozen=True)
@@ -90,6 +103,8 @@ class Preflight:
     free_memory: int | None
     free_disk: int | None
     held: int = 0  # bytes of an earlier run in the work folder: reused or replaced
+    blocks: int = 0  # of the model
+    parts: tuple[Part, ...] = ()  # of the steps, as progress is told of them, in their order
 
     @property
     def memory(self) -> int:
@@ -117,11 +132,13 @@ class Preflight:
                 "free some space, or choose another `-o`" + (", or calibrate with fewer `--samples`" if calibrates else ""),
             )
 
-    def line(self) -> str:
-        """For a terminal."""
-        names = ", ".join(f"{step.name} {_duration(step.seconds)}" for step in self.steps if step.seconds >= 1)
-        needs = f"up to {_size(self.memory)} of memory, {_size(self.disk)} of disk, about {_duration(self.seconds)}"
-        return f"this will need {needs}" + (f" ({names})" if names else "")
+    def line(self, done: Mapping[str, float] | None = None) -> str:
+        """For a person. `done`: the share of a step that an earlier run did."""
+        left = {step.name: step.seconds * (1 - (done or {}).get(step.name, 0.0)) for step in self.steps}
+        names = ", ".join(f"{name} {duration(seconds)}" for name, seconds in left.items() if seconds >= 1)
+        needs = f"up to {_size(self.memory)} of memory, {_size(self.disk)} of disk, about {duration(sum(left.values()))}"
+        earlier = ", with what an earlier run did" if any((done or {}).values()) else ""
+        return f"this will need {needs}" + (f" ({names}{earlier})" if names else "")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"memory": self.memory, "disk": self.disk, "seconds": self.seconds}
@@ -131,6 +148,7 @@ _LESS_MEMORY = {
     "calibrating": "give fewer `--samples`, a smaller `--memory`, or `--method rtn`, which calibrates nothing",
     "measuring": "give fewer threads (OMP_NUM_THREADS), or a plan or a `--format` instead of a budget",
     "quantizing": "close other programs, or use `--method rtn`",
+    "tuning": "use `--tune 0`",
     "verifying": "close other programs, or use `--no-verify` and verify on a larger machine",
 }
 
@@ -147,14 +165,18 @@ def preflight(
         steps.insert(0, _measuring(sizes, work, rate))
     if work.samples:
         steps.insert(0, _calibrating(sizes, work, rate))
+    if work.tune:
+        steps.append(_tuning(sizes, work, rate))
     if work.verified:
         steps.append(_verifying(sizes, work, rate))
     left = out.with_name(f"{out.name}.work").rglob("*")
     return Preflight(
+        blocks=sizes.layers,
+        parts=parts_of([(step.name, step.seconds) for step in steps], len(list(sizes.weights)), sizes.layers, work.makes),
         steps=tuple(steps),
         folder=str(out.parent),
         free_memory=host.free_memory(),
-        free_disk=_free(_existing(out)),
+        free_disk=host.free_disk(out),
         held=sum(file.stat().st_size for file in left if file.is_file() and not file.is_symlink()),
     )
 
@@ -202,7 +224,7 @@ class _Sizes:
     @cached_property
     def moments(self) -> int:
         """Second moments in the largest block."""
-        return max(sum(map(_moments, block)) for block in self.blocks.values())
+        return max(sum(_moments(weight) + output_moments.nbytes(weight) for weight in block) for block in self.blocks.values())
 
     @cached_property
     def packed_apart(self) -> int:
@@ -219,8 +241,7 @@ class _Sizes:
         """All weights in the plan's formats."""
         if self.plan is None:
             return min(_HALF * self.numbers, self._asked)
-        entries = self.plan.entries
-        return sum(max(entry.nbytes, formats.get(entry.format).nbytes(entry.shape)) for entry in entries)
+        return sum(max(entry.nbytes, formats.get(entry.format).nbytes(entry.shape)) for entry in self.plan.entries)
 
     @cached_property
     def _asked(self) -> int:
@@ -234,8 +255,7 @@ class _Sizes:
         """What an output holds beside the weights: norms and biases, tokenizer, config, the plan and a description of each weight."""
         path = self.source.path
         files = [file for file in path.iterdir() if file.is_file() and file.suffix not in (".safetensors", ".bin")] if path.is_dir() else []
-        if not files:  # of a GGUF, the tokenizer is in the header
-            files = self.source.checkpoint.files()[:1]
+        files = files or self.source.checkpoint.files()[:1]  # of a GGUF, the tokenizer is in the header
         rest = sum(_FLOAT * self.source.tensor(name).numel() for name in self.source.rest)
         return rest + 2 * sum(min(file.stat().st_size, 64 << 20) for file in files) + 2048 * sum(1 for _ in self.weights) + (1 << 20)
 
@@ -283,9 +303,8 @@ def _calibrating(sizes: _Sizes, work: Work, rate: float) -> Step:
     drawn = work.samples * max(weight.shape[1] for weight in sizes.weights) * (_FLOAT + _HALF * DRAWN_PER_SAMPLE) * 8
     buffered = min(work.buffer, states + sizes.moments)
     memory = sizes.block + buffered + sizes.packed_apart + max(activations, logits) + drawn + _MARGIN
-    multiplied = sizes.multiplied * 3 + sum(
-        2 * weight.shape[1] ** 2 * sizes.met(weight) for weight in sizes.weights if weight.kind != "embedding"
-    )
+    pairs = ((2 * w.shape[1] ** 2 + output_moments.numbers(w)) * sizes.met(w) for w in sizes.weights if w.kind != "embedding")
+    multiplied = sizes.multiplied * 3 + sum(pairs)
     return Step("calibrating", memory, _statistics_bytes(sizes, work) + between, 2 * multiplied * work.tokens / rate)
 
 
@@ -299,7 +318,7 @@ def _statistics_bytes(sizes: _Sizes, work: Work) -> int:
         sums = 2 * _DOUBLE * (rows + 4 * cols) + 4 * _FLOAT * cols
         samples = 0 if weight.kind == "embedding" and not weight.tied_to else work.samples * cols * (_FLOAT + _HALF * DRAWN_PER_SAMPLE)
         looked_up = _DOUBLE * rows + 2 * cols * (cols + 1) // 2 * _FLOAT if weight.kind == "embedding" else 0
-        total += moments + sums + samples + looked_up + _HISTOGRAM
+        total += moments + output_moments.nbytes(weight) + sums + samples + looked_up + _HISTOGRAM
     return total + work.samples * 64
 
 
@@ -310,7 +329,7 @@ def _measuring(sizes: _Sizes, work: Work, rate: float) -> Step:
     each = sorted((_FLOAT * _numbers(w) + prediction.tried_bytes(w.shape[0]) + _opened(w) for w in sizes.weights), reverse=True)
     hessians = sorted((prediction.held_by(weight.shape[1], method) for weight in sizes.weights), reverse=True)
     together = min(sum(hessians[:threads]), max(hessians[0], prediction.TOGETHER))
-    multiplied = sum(_MEASURED * weight.shape[1] ** 2 for weight in sizes.weights) * work.formats
+    multiplied = sum((_MEASURED[0] + _MEASURED[1] * w.shape[1]) * w.shape[1] * work.formats_of(w.shape[1]) for w in sizes.weights)
     table = 256 * work.formats * len(each)
     return Step("measuring", sum(each[:threads]) + together + _MARGIN, 2 * table, multiplied / rate)
 
@@ -320,13 +339,17 @@ def _quantizing(sizes: _Sizes, work: Work, rate: float) -> Step:
     hessians = [prediction.held_by(w.shape[1], "auto") + _opened(w) if work.feedback else _opened(w) for w in sizes.weights]
     each = max(8 * _FLOAT * _numbers(weight) + hessian for weight, hessian in zip(sizes.weights, hessians, strict=True))
     flat = sizes.numbers * (_FED_BACK if work.feedback else _ROUNDED)
-    squares = sum(_numbers(weight) * weight.shape[1] for weight in sizes.weights if weight.kind != "embedding")
-    products = _FEEDBACK_PASSES * 2 * squares if work.feedback else 0
+    products = _FEEDBACK_PASSES * 2 * sum(_numbers(w) * w.shape[1] for w in sizes.weights if w.kind != "embedding" and work.feedback)
     written = sizes.packed + sizes.beside
     seconds = (flat + products) / rate + 3 * written / _DISK_RATE
-    # for every plan its cached weights, its artifact and its file
-    disk = 2 * work.makes * written + work.makes * sizes.packed
+    disk = 2 * work.makes * written + work.makes * sizes.packed  # for every plan its cached weights, its artifact and its file
     return Step("quantizing", held + each + _MARGIN, disk, work.makes * seconds)
+
+
+def _tuning(sizes: _Sizes, work: Work, rate: float) -> Step:
+    memory = 3 * sizes.block + min(work.buffer, 2 * work.tokens * sizes.state[1] * _FLOAT) + _MARGIN
+    seconds = _TUNED * 2 * work.tune * max(_MINIBATCH, work.length) * sizes.multiplied / rate
+    return Step("tuning", memory, 0, work.makes * seconds)
 
 
 def _verifying(sizes: _Sizes, work: Work, rate: float) -> Step:
@@ -345,7 +368,7 @@ def _verifying(sizes: _Sizes, work: Work, rate: float) -> Step:
 
 def _opened(weight: Weight) -> int:
     """Second moments of inputs and gradients while the weight is worked on; wide ones stay mapped."""
-    return 2 * _moments(weight) if weight.shape[1] <= WHOLE_COLUMNS else 0
+    return output_moments.nbytes(weight) + (2 * _moments(weight) if weight.shape[1] <= WHOLE_COLUMNS else 0)
 
 
 def _numbers(weight: Weight) -> int:
@@ -375,26 +398,3 @@ def _rate(weights: Iterable[Weight], clock: Callable[[], float]) -> float:
             done += 1
         best, calls = max(best, done * operations / (clock() - start)), calls + 1
     return best
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in path.absolute().parents if folder.is_dir())
-
-
-def _free(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
-
-
-def _size(nbytes: float) -> str:
-    from fewbits.reporting.terminal import size
-
-    return size(nbytes)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(1, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import calibration, methods, planning
 from fewbits.artifact import preparation
+from fewbits.calibration.text.domains import Mix, in_tokens, mixed
 from fewbits.errors import InputError
+from fewbits.formats import all as all_formats
 from fewbits.formats import get as format_named
 from fewbits.formats.runtime import activations as activation_formats
 from fewbits.model.gguf.model import GgufModel
-from fewbits.planning import decision, rounds, speed, uninformed
+from fewbits.planning import decision, recipes, rounds, speed, uninformed
 from fewbits.planning.accuracy import Thresholds
 from fewbits.planning.constraints import Constraints, listed
 from fewbits.planning.decision import Budget
@@ -29,6 +31,7 @@ from fewbits.verification.files import TOKENS
 
 if TYPE_CHECKING:
     from fewbits.calibration import Paths
+    from fewbits.formats import Format
     from fewbits.model import Model
     from fewbits.planning import Plan
     from fewbits.progress import Progress
@@ -75,9 +78,11 @@ class Request:
     data: Paths = ()  # text to calibrate with; none given: the embedded text
     held_out: Paths = ()  # text to judge on; none given: a part of `data` that calibration does not see, or the embedded text
     stats: str | Path | None = None  # statistics that `calibrate` wrote, or llama.cpp's importance matrix
+    requantize: bool = False  # the model may be a GGUF that is quantized already
     imatrix: str | Path | None = None  # llama.cpp's importance matrix, in the place of statistics
     samples: int = calibration.SAMPLES
-    length: int | None = None
+    weights: str | Mapping[str, float] | None = None  # how much each kind of text counts, `prose=1,code=2`; None: as there is text of it
+    length: int | str | Mapping[str, int] | None = None  # tokens in a sample, of one kind of text too: `books=4096`
     seed: int = 0
     shards: int = 1  # parts of the text that are calibrated apart
 
@@ -95,12 +100,15 @@ class Request:
     offline: bool = False
 
     def __post_init__(self) -> None:
-        _ = self.workers, self.path, self.budget, self.constraints  # each refuses what is wrong with it
+        _ = self.workers, self.path, self.budget, self.constraints, self.mix, self.usual_length  # each refuses what is wrong with it
         fixed = [given for given in (self.format, self.plan, self.size, self.fits) if given is not None]
         if len(fixed) > 1 or not (fixed or self.budget.given):
             raise InputError("give one budget", _BUDGETS)
         if self.imatrix is not None and self.stats is not None:
             raise InputError("`--imatrix` and `--stats` are two kinds of statistics", "give one of them")
+        if self.weights and self.statistics is not None:
+            hint = "give `--weights` to `fewbits calibrate`"
+            raise InputError("`--weights` weighs the text that is calibrated with, and here are statistics of some already", hint)
         if not self.has_budget:
             self._check_nothing_ignored()
 
@@ -136,6 +144,15 @@ class Request:
             listed(self.formats), listed(self.override), listed(self.together), self.strategy, self.kv, self.min_speed, self.bandwidth
         )
 
+    @cached_property
+    def mix(self) -> Mix:
+        return mixed(self.weights, self.length)[0]
+
+    @cached_property
+    def usual_length(self) -> int | None:
+        """Of a sample, where its kind of text has none of its own."""
+        return in_tokens(mixed(self.weights, self.length)[1])
+
     @property
     def statistics(self) -> Path | None:
         """What is there already: a folder of `calibrate`, or an importance matrix; None: text is calibrated with, where it is needed."""
@@ -152,6 +169,11 @@ class Request:
         embeddings.check_thresholds(self.limits, source.config)
         if self.path.exists() and self.path.samefile(source.path):
             raise InputError(f"`{self.path}` is the model itself", "choose another `-o`")
+        if source.lossy and not self.requantize:
+            raise InputError(
+                f"`{source.name}` is quantized already ({source.lossy}): it cannot stand for the float model",
+                "give the float model (its folder, its hub id, or a GGUF in F16 or BF16); or `--requantize`, to round this file once more",
+            )
         if self.imatrix is not None and not Path(self.imatrix).is_file():
             raise InputError(f"there is no file `{self.imatrix}`", "`--imatrix` takes a file of llama-imatrix, .gguf or .dat")
         if self.target.name != "gguf" and not isinstance(source, GgufModel):
@@ -257,11 +279,25 @@ class Request:
             decision.predicted_kl(self.limits)
 
 
+def _format_named(name: str) -> Format:
+    try:
+        return format_named(name)
+    except InputError:
+        if name.lower() not in recipes.known():
+            raise
+        mix = name.lower()
+        main = next((plain for plain in (mix, mix.rpartition("_")[0]) if plain in all_formats()), None)
+        one = f"; `--format {main}` gives all weights that type" if main else ""
+        raise InputError(
+            f"`{name}` is a mix of several types of llama.cpp, not one format", f"`--size {mix}` makes the best file of its bytes{one}"
+        ) from None
+
+
 def make_plan(source: Model, request: Request) -> Plan:
     """One format for all, or a plan.json."""
     if request.format is not None:
         activation = activation_formats.parse(request.activations)
-        wanted, method = format_named(request.format), request.method.lower()
+        wanted, method = _format_named(request.format), request.method.lower()
         return planning.uniform(source.weights, request.target, wanted, request.constraints.overrides, method, activation, request.kv)
     if request.constraints.overrides:
         raise InputError("`--override` goes with `--format`", "edit plan.json instead")

@@ -22,7 +22,7 @@ from fewbits.artifact import Artifact
 from fewbits.errors import InputError
 from fewbits.inspection import sizes
 from fewbits.planning import accuracy
-from fewbits.progress import on_terminal
+from fewbits.reporting.meanwhile import on_terminal
 from fewbits.targets import export
 from fewbits.verification import metrics
 

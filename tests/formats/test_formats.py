@@ -30,7 +30,7 @@ scalar = pytest.mark.parametrize("fmt", each_kind(f for f in formats.all().value
 
 # What a scale can say, of those that are not float16: relative step of the values it makes, least and largest value.
 # mxfp4: powers of two times 1 or 1.5, so 1.25 is off by a fifth. nvfp4: 3 bits of mantissa, from 2^-9 * 0.5 to 448 * 6.
-COARSE = {"mxfp4": (1 / 5, 0.0, math.inf), "nvfp4": (1 / 16, 2**-10, 2688.0)}
+COARSE = {"mxfp4": (1 / 5, 0.0, math.inf), "mxfp8": (1 / 16, 0.0, math.inf), "nvfp4": (1 / 16, 2**-10, 2688.0)}
 
 
 def largest_level(fmt: Format) -> float:
@@ -197,6 +197,9 @@ def test_importance_moves_the_error_to_where_it_does_not_matter(fmt: Format) -> 
     w[:, 0::2] *= 0.3  # else a scale for the whole weight sees the same 16,384 Gaussians in both halves, and nothing to move
     importance = torch.where(torch.arange(512) % 2 == 0, 100.0, 0.01)
     plain, weighted = ((decoded(fmt, w, "search", i) - w) ** 2 for i in (None, importance))
+    if fmt.name == "mxfp8":  # a scale that is a power of two moves a float8 by whole steps of its exponent: there is nothing to choose
+        assert weighted[:, 0::2].sum() <= plain[:, 0::2].sum()
+        return
     assert weighted[:, 0::2].sum() < plain[:, 0::2].sum()
 
 

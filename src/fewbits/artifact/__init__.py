@@ -4,6 +4,7 @@
     plan.json                  the format of every weight, and why
     weights-00001.safetensors  `NAME.PART` for every part of a weight; `NAME` for norms and biases
     model.safetensors.index.json, config.json, tokenizer...  for transformers, which loads the folder once fewbits is imported
+    import-fewbits-first.safetensors                         and refuses it if it is not
 
 Opening an artifact checks that its files are complete and fit together; `Artifact.check` reads every byte.
 
@@ -12,6 +13,7 @@ outcomes.py       the plan's codes of every weight             units.py        o
 tuned.py          scales tuned block by block                  preparation.py  channels rescaled, ranges of activations
 maker.py          all of it, for one plan                      accuracy_loop.py  plans made until a file is accurate enough
 draft.py          an artifact without codes, for dry runs      written.py      hashes of exported files
+stand_in.py       what makes transformers refuse the folder without fewbits
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import formats, kernels, planning
-from fewbits.artifact import manifest
+from fewbits.artifact import manifest, stand_in
 from fewbits.artifact.manifest import Manifest, Provenance
 from fewbits.errors import InputError
 from fewbits.model import limits
@@ -250,9 +252,10 @@ def write(model: Model, plan: Plan, path: Path, quantized: Stream, calibration: 
             hold({name: corrected[name] if name in corrected else model.tensor(name)})
         if held:
             flush()
+        shard_of |= stand_in.write(folder, (getattr(model, "origin", None) or model).weights)
         (folder / PLAN).write_text(plan.to_json())
         used = {entry.format: manifest.version_of(entry.format) for entry in plan.entries}
-        origin = manifest.provenance(model.path.name, model.fingerprint, calibration)
+        origin = manifest.provenance(model.published_as, model.fingerprint, calibration)
         manifest.seal(folder, Manifest(model.weights, model.rest, origin, shard_of, used, how, errors, layout=model.layout))
     return Artifact(path)
 

@@ -53,7 +53,7 @@ class Draft:
 
     @property
     def provenance(self) -> Provenance:
-        return Provenance(self.model.path.name, self.model.fingerprint, version("fewbits"))
+        return Provenance(self.model.published_as, self.model.fingerprint, version("fewbits"))
 
     def tensor(self, name: str) -> Tensor:
         return self.model.tensor(name)

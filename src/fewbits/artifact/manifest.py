@@ -41,7 +41,7 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True)
 class Provenance:
-    source: str  # name of the folder or file, not its path
+    source: str  # owner/name of a model of the hub, else the name of the folder or file, not its path
     sha256: str
     fewbits: str
     kernels: int | None = None  # version of the kernels' interface; None: an older artifact, which does not store it

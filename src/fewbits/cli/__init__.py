@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -31,7 +31,10 @@ from fewbits.cli import (
 )
 from fewbits.errors import FewbitsError
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
 for verb in (  # in the order of --help
     demo.demo, fit.fit, quantize.quantize, verify.verify, run.run, export.export, report.report, inspect.inspect, formats.formats,
     compare.compare, calibrate.calibrate, measure.measure, plan.plan, doctor.doctor,
@@ -40,8 +43,18 @@ for verb in (  # in the order of --help
 app.add_typer(bench.bench, name="bench")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"fewbits {version('fewbits')}")
+        raise typer.Exit
+
+
 @app.callback()
-def fewbits() -> None:
+def fewbits(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version of fewbits.")] = False,
+) -> None:
     """Quantize a transformer to a budget, into a file that a real runtime loads, with proof."""
 
 
@@ -50,6 +63,7 @@ def main() -> NoReturn:
     from fewbits.store.files import is_full_disk
 
     _quiet_libraries()
+    _wait_asleep()
     signals.arm()
     try:
         app()
@@ -81,3 +95,9 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _wait_asleep() -> None:
+    """Threads of OpenMP (torch's and ours) wait asleep at barriers. Spinning there takes the core from whom they wait for, where other
+    programs compute too. It is read when the library is loaded, so it must be said before torch is imported."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

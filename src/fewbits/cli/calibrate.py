@@ -15,8 +15,14 @@ def calibrate(
     model: options.ModelArg,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="STATS", help="Folder for the statistics.")],
     data: options.Calibration = None,
+    imatrix: Annotated[
+        Path | None, typer.Option("--imatrix", metavar="FILE", help="Also write llama.cpp's importance matrix here, .gguf or .dat.")
+    ] = None,
+    weights: options.Weights = None,
     samples: options.Samples = 512,
-    length: Annotated[str | None, typer.Option("--length", help="Tokens in a sample, or `data`: as long as each document.")] = None,
+    length: Annotated[
+        str | None, typer.Option("--length", help="Tokens in a sample, of one kind too (books=4096), or `data`: as each document.")
+    ] = None,
     seed: options.Seed = 0,
     held_out: Annotated[list[Path] | None, typer.Option("--held-out", help="The text that results will be judged on.")] = None,
     no_hessians: Annotated[bool, typer.Option("--no-hessians", help="No second moments between columns: gptq needs them.")] = False,
@@ -25,7 +31,6 @@ def calibrate(
     ] = False,
     memory: options.Memory = "1GB",
     merge: Annotated[list[Path] | None, typer.Option("--merge", help="Add these to statistics of other texts, taken before.")] = None,
-    imatrix: Annotated[Path | None, typer.Option("--imatrix", help="Also write llama.cpp's importance matrix here.")] = None,
     executor: options.Executor = "local",
     store: options.Store = None,
     shards: options.Shards = 1,
@@ -33,16 +38,18 @@ def calibrate(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Statistics of a model's inputs and gradients on a text, and how well that text represents use."""
+    """Statistics of a model on a text (and llama.cpp's imatrix), and how well that text represents use."""
     from fewbits.calibration import calibrate as run
     from fewbits.reporting.terminal import calibration
 
     if not data and not (as_json or quiet):
         note_default_text(model, "calibrated")
     result = run(
-        model, out, data=data or (), samples=samples, length=options.length_of(length), seed=seed, held_out=held_out or (),
+        model, out, data=data or (), samples=samples, weights=weights, length=length, seed=seed, held_out=held_out or (),
         hessians=not no_hessians, gradients=not no_gradients, memory=options.bytes_of(memory), merge=merge or (), imatrix=imatrix,
         executor=executor, store=store, shards=shards, offline=offline,
         progress=progress_for(as_json, quiet),
     )  # fmt: skip
     show(result, calibration.show, as_json, quiet)
+    if imatrix is not None and not (as_json or quiet):
+        calibration.wrote_importance(imatrix)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fewbits.cli.options import Data, Json, ModelArg, Offline, Tokens, lengths_of
-from fewbits.cli.output import progress_for, show
+from fewbits.cli.output import progress_for, show_data
 from fewbits.errors import InputError
 
 
@@ -57,4 +57,4 @@ def compare(
 
         shown = run(model, weight, formats.split(",") if formats else None, bits, offline, progress)
         table = inspection.format_errors
-    show(shown, table, as_json)
+    show_data(shown, table, as_json)

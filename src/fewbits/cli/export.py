@@ -12,7 +12,7 @@ from fewbits.cli.output import progress_for, show_json
 
 
 def export(
-    artifact: Annotated[Path, typer.Argument(help="A fewbits artifact folder.")],
+    artifact: Annotated[Path, typer.Argument(help="An output of quantize, its .work folder, or the artifact folder in it.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="File (or folder) to write.")],
     to: To = None,
     split_size: SplitSize = None,

@@ -11,14 +11,14 @@ def formats(as_json: Json = False) -> None:
     from fewbits import formats as known
     from fewbits import kernels, targets
     from fewbits.model.weights import Weight
-    from fewbits.reporting.terminal import inspection
+    from fewbits.reporting.terminal import console, inspection
 
     shape = (4096, 4096)
-    weight = Weight("any", shape, "mlp", "fp16")
+    weights = [Weight("any", shape, "mlp", dtype) for dtype in ("fp16", "bf16")]  # MLX has scales in the type of the model
     rows = []
     for fmt in known.all().values():
         files = (target for target in targets.all().values() if target.runtime != "torch")  # our own artifact carries them all
-        carriers = [target.name for target in files if target.accepts(weight, fmt) is None]
+        carriers = [target.name for target in files if any(target.accepts(weight, fmt) is None for weight in weights)]
         rows.append((fmt, fmt.bits_per_weight(shape), carriers, kernels.who(fmt, shape)))
     if as_json:
         listed = [
@@ -27,4 +27,5 @@ def formats(as_json: Json = False) -> None:
         ]
         show_json(listed)
     else:
-        inspection.formats((f, bits, ", ".join(to), kernel) for f, bits, to, kernel in rows)
+        with console.on_stdout():
+            inspection.formats((f, bits, ", ".join(to), kernel) for f, bits, to, kernel in rows)

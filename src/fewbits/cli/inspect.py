@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fewbits.cli.options import Json
-from fewbits.cli.output import progress_for, show
+from fewbits.cli.output import progress_for, show_data
 
 
 def inspect(
@@ -21,4 +21,4 @@ def inspect(
     from fewbits.reporting.terminal import inspection
 
     result = run(path, not no_values, progress_for(as_json, False))
-    show(result, inspection.tensors, as_json)
+    show_data(result, inspection.tensors, as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -12,10 +12,13 @@ from fewbits.errors import InputError
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No tables and no progress.")]
-ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a hub id.")]
-Data = Annotated[list[Path] | None, typer.Option("--data", help="Held-out text (UTF-8). Default: the embedded text.")]
+ModelArg = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a hub id: owner/name, owner/name@revision, its address.")
+]
+Data = Annotated[list[Path] | None, typer.Option("--data", help="Held-out text, as PATH or KIND=PATH. Default: the embedded text.")]
 Calibration = Annotated[
-    list[str] | None, typer.Option("--data", help="Text to calibrate with: text, JSONL, Parquet, a folder, or - (stdin).")
+    list[str] | None,
+    typer.Option("--data", help="Text to calibrate with, as PATH or KIND=PATH: text, JSONL, Parquet, a folder, - (stdin)."),
 ]
 Stats = Annotated[Path | None, typer.Option("--stats", help="Statistics that `fewbits calibrate` wrote, instead of new ones.")]
 Like = Annotated[
@@ -24,8 +27,15 @@ Like = Annotated[
 Converter = Annotated[
     str | None, typer.Option("--converter", metavar="PATH", help="llama.cpp's checkout, which makes that file; or pip, which fetches one.")
 ]
-Imatrix = Annotated[Path | None, typer.Option("--imatrix", help="llama.cpp's importance matrix, .gguf or .dat, in place of calibrating.")]
-HeldOut = Annotated[list[Path] | None, typer.Option("--held-out", help="Text to judge on. Default: a part of --data that is set aside.")]
+Imatrix = Annotated[
+    Path | None, typer.Option("--imatrix", metavar="FILE", help="llama.cpp's importance matrix, .gguf or .dat, in place of calibrating.")
+]
+HeldOut = Annotated[
+    list[Path] | None, typer.Option("--held-out", help="Text to judge on, as PATH or KIND=PATH. Default: a part of --data.")
+]
+Weights = Annotated[
+    str | None, typer.Option("--weights", help="Tokens of each kind of text (a file's stem, or KIND) in proportion: prose=1,code=2.")
+]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples to calibrate with, at most.")]
 Memory = Annotated[
     str, typer.Option("--memory", help="For hidden states; what is beyond goes to disk. Experts that exceed it are read one by one.")
@@ -46,14 +56,25 @@ MinCosine = Annotated[float | None, typer.Option("--min-cosine", help="Of encode
 MaxError = Annotated[float | None, typer.Option("--max-error", help="Of .onnx files: fail above this relative error of an output.")]
 Size = Annotated[str | None, typer.Option("--size", help="4.5bpw (all weights), 3.2GB (the file), or q4_k_m: llama.cpp's mix so named.")]
 To = Annotated[
-    str | None, typer.Option("--to", help="gguf, onnx, onnx-genai, safetensors or fewbits. Default: by the output's name, or gguf.")
+    str | None, typer.Option("--to", help="gguf, onnx, onnx-genai, safetensors, mlx or fewbits. Default: by the output's name, or gguf.")
 ]
 SplitSize = Annotated[str | None, typer.Option("--split-size", help="GGUF in a folder of files of at most so much, such as 2GB.")]
 Fits = Annotated[
     str | None,
-    typer.Option("--fits", metavar="DEVICE", help="Memory that weights and KV cache must fit: 8GB, or a device such as rtx4090."),
+    typer.Option("--fits", metavar="DEVICE", help="Memory that weights and KV cache must fit: 8GB, or devices such as rtx4090, 2x3090."),
 ]
-Context = Annotated[int | None, typer.Option("--context", min=1, help="Tokens of context that --fits leaves room for. Default: 4096.")]
+
+
+def tokens_of(text: str | int) -> int:
+    from fewbits.devices.units import parse_tokens
+
+    return parse_tokens(text)
+
+
+Context = Annotated[
+    int | None,
+    typer.Option("--context", metavar="TOKENS", parser=tokens_of, help="Tokens that --fits leaves room for, such as 8k. Default: 4096."),
+]
 Formats = Annotated[str | None, typer.Option("--formats", help="Formats to choose from, separated by commas.")]
 Override = Annotated[
     list[str] | None,
@@ -65,21 +86,15 @@ Together = Annotated[
 ]
 MinSpeed = Annotated[float | None, typer.Option("--min-speed", min=0, help="Tokens per second that the plan must be predicted to reach.")]
 Bandwidth = Annotated[str, typer.Option("--bandwidth", help="What the memory reads, for the forecast of speed.")]
-Length = Annotated[int | None, typer.Option("--length", min=2, help="Tokens in a window. Default: 512, or what the model takes.")]
+Length = Annotated[
+    str | None, typer.Option("--length", help="Tokens in a window: 512 (or what the model takes), of one kind of text too: books=4096.")
+]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="About how many tokens to judge on (whole windows).")]
 Offline = Annotated[bool, typer.Option("--offline", help="Never download.")]
 
 
 def names_of(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def length_of(text: str | None) -> int | Literal["data"] | None:
-    if text is None or text == "data":
-        return "data" if text else None
-    if not text.isdigit() or int(text) < 2:
-        raise InputError(f"`--length {text}` is not a length", "a number of tokens from 2 up, or `data`")
-    return int(text)
 
 
 def lengths_of(text: str) -> list[int]:

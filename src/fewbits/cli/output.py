@@ -1,4 +1,4 @@
-"""What a verb prints: with --json one document on stdout, otherwise tables, notes and progress on stderr."""
+"""What a verb prints: with --json one document on stdout; otherwise the tables of data verbs on stdout, all else on stderr."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ T = TypeVar("T")
 
 
 def progress_for(as_json: bool, quiet: bool) -> Progress[Any]:
-    from fewbits import progress
+    from fewbits.progress import silent
+    from fewbits.reporting import meanwhile
 
-    return progress.silent if as_json or quiet or not sys.stderr.isatty() else progress.on_terminal
+    if as_json or quiet:
+        return silent
+    return meanwhile.on_terminal if sys.stderr.isatty() else meanwhile.in_log
 
 
 def show(result: T, table: Callable[[T], None], as_json: bool, quiet: bool = False) -> None:
@@ -29,6 +32,14 @@ def show(result: T, table: Callable[[T], None], as_json: bool, quiet: bool = Fal
         show_json(result.to_dict())  # type: ignore[attr-defined]
     elif not quiet:
         table(result)
+
+
+def show_data(result: T, table: Callable[[T], None], as_json: bool, quiet: bool = False) -> None:
+    """The same for verbs that are asked for data: their tables go to stdout, so that `| grep`, `| less` and `> FILE` work."""
+    from fewbits.reporting.terminal import console
+
+    with console.on_stdout():
+        show(result, table, as_json, quiet)
 
 
 def show_json(value: object) -> None:

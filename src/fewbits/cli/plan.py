@@ -51,8 +51,9 @@ def plan(
     if as_json:
         show_json(decision.to_dict() | {"explained": [each.to_dict() for each in reasons]})
     elif not quiet:
-        plans.decided(decision)
-        for each in reasons:
-            plans.explained(each)
+        with console.on_stdout():
+            plans.decided(decision)
+            for each in reasons:
+                plans.explained(each)
         if out:
             console.print(f"wrote {out}")

@@ -14,11 +14,13 @@ from fewbits.cli.output import note_default_text, progress_for, show
 def quantize(
     model: options.ModelArg,
     out: Annotated[Path, typer.Option("-o", "--out", help="File (or folder) to write.")],
-    to: options.To = None,
     size: options.Size = None,
+    format: Annotated[str | None, typer.Option("--format", help="One format for all weights.")] = None,
+    data: options.Calibration = None,
+    imatrix: options.Imatrix = None,
+    to: options.To = None,
     fits: options.Fits = None,
     context: options.Context = None,
-    format: Annotated[str | None, typer.Option("--format", help="One format for all weights.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="A plan.json, as written or edited by hand.")] = None,
     override: options.Override = None,
     formats: options.Formats = None,
@@ -28,8 +30,8 @@ def quantize(
     strategy: options.Strategy = "solve",
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Plans to try at most, until an accuracy is met.")] = 5,
     method: Annotated[str, typer.Option("--method", help="How codes are chosen: auto (what measures best), gptq or rtn.")] = "auto",
-    data: options.Calibration = None,
     held_out: options.HeldOut = None,
+    weights: options.Weights = None,
     stats: options.Stats = None,
     samples: options.Samples = 512,
     seed: options.Seed = 0,
@@ -62,7 +64,9 @@ def quantize(
         bool, typer.Option("--accept-unmatched", help="Carry over what of --like is not in the checkpoint, even if it is more than 1 %.")
     ] = False,
     max_floor: Annotated[float, typer.Option("--max-floor", help="KL of the float file in llama.cpp above which nothing is begun.")] = 1e-3,
-    imatrix: options.Imatrix = None,
+    requantize: Annotated[
+        bool, typer.Option("--requantize", help="MODEL may be a GGUF that is quantized already: it is then the reference.")
+    ] = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Write the file without running it.")] = False,
     executor: options.Executor = "local",
     store: options.Store = None,
@@ -79,7 +83,7 @@ def quantize(
             "--sequential": sequential, "--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio,
             "--held-out": held_out, "--formats": formats, "--together": together, "--split-size": split_size,
             "--executor": executor != "local", "--store": store, "--shards": shards > 1, "--like": like, "--converter": converter,
-            "--imatrix": imatrix,
+            "--imatrix": imatrix, "--weights": weights,
         }  # fmt: skip
         onnx.quantize(
             model, out, refused, as_json, quiet, format=format, plan=plan, override=override or (), method=method, activations=activations,
@@ -98,10 +102,10 @@ def quantize(
         override=override or (), formats=options.names_of(formats), together=together or (), min_speed=min_speed,
         bandwidth=parse_bandwidth(bandwidth), strategy=strategy, rounds=rounds, method=method, data=data or (), held_out=held_out or (),
         stats=stats, samples=samples, seed=seed, rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv,
-        memory=options.bytes_of(memory), max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio, min_cosine=min_cosine,
-        length=length, tokens=tokens, no_verify=no_verify, executor=executor, store=store, shards=shards, fresh=fresh, offline=offline,
-        like=like, converter=converter, accept_unmatched=accept_unmatched, max_floor=max_floor, imatrix=imatrix,
-        progress=progress_for(as_json, quiet),
+        weights=weights, memory=options.bytes_of(memory), max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
+        min_cosine=min_cosine, length=length, tokens=tokens, no_verify=no_verify, executor=executor, store=store, shards=shards,
+        fresh=fresh, offline=offline, like=like, converter=converter, accept_unmatched=accept_unmatched, max_floor=max_floor,
+        imatrix=imatrix, requantize=requantize, progress=progress_for(as_json, quiet),
     )  # fmt: skip
     show(result, quantized.show, as_json, quiet)
     raise typer.Exit(0 if result.verdict is None or result.verdict.passed else 1)

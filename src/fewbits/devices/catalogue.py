@@ -22,16 +22,17 @@ from __future__ import annotations
 import csv
 import difflib
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from fewbits.devices.units import parse_memory
 from fewbits.errors import InputError
 
-_BYTES = "memory"  # the kind of a device of which only the memory size is known
+BYTES = "memory"  # the kind of a device of which only the memory size is known
 _GIB = 1 << 30
 _MAKERS = {"nvidia", "geforce", "amd", "radeon", "instinct", "intel", "apple", "tesla", "qualcomm", "gb", "gib", "ram"}
+_MACS = {"mac", "macs", "macbook", "imac", "mini", "studio", "air"}
 _SHOWN = 6
 RESERVED = {
     "gpu": "display, desktop and driver",
@@ -56,9 +57,16 @@ class Device:
     processors: int = 0
     fast: tuple[str, ...] = ()
     source: str = ""
+    parts: tuple[Device, ...] = ()  # of several that share a model
+    behind: Device | None = None  # system memory, for layers that do not fit
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self) | {"reserved": self.reserved}
+
+    @property
+    def everywhere(self) -> tuple[Device, ...]:
+        """All devices that hold a part of the model."""
+        return (self.parts or (self,)) + ((self.behind,) if self.behind else ())
 
     @property
     def reserved(self) -> str:
@@ -73,7 +81,7 @@ class Device:
     @property
     def reserves(self) -> bool:
         """Whether buffers count with their whole size (`footprint.Use.reserved`). They do if only a size is known, to be safe."""
-        return self.is_gpu or self.kind == _BYTES
+        return self.is_gpu or self.kind == BYTES
 
 
 @cache
@@ -84,9 +92,7 @@ def all() -> tuple[Device, ...]:
 
 def find(text: str) -> Device:
     """By name, however it is spelled: `rtx4090`, `RTX 4090`, `NVIDIA GeForce RTX 4090` and `4090` find the same device."""
-    asked = _words(text)
-    same = [device for device in all() if _words(device.name) == asked]
-    matches = same or [device for device in all() if asked and asked <= _words(device.name)]
+    matches = named(text)
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -94,17 +100,34 @@ def find(text: str) -> Device:
     raise InputError(f"no device is named `{text}`", _nearest(text))
 
 
-def place(text: str, option: str = "--fits") -> Device:
-    """A device by its name, or a device of which only the memory is known: `8GB`."""
-    bare = text.strip()
-    model_number = len(bare) == 4 and any(bare in _words(device.name) for device in all())  # `4090` is a card, not bytes
-    return memory(text, option) if re.match(r"[0-9.]", bare) and not model_number else find(text)
+def named(text: str) -> list[Device]:
+    """All devices that the text may mean: those with its words and the fewest others, sizes of memory not counted."""
+    asked = _words(text)
+    if asked & _MACS:
+        return _macs(asked - _MACS)
+    if same := [device for device in all() if _words(device.name) == asked]:
+        return same
+    matches = [device for device in all() if asked and asked <= _words(device.name)]
+    more = {device.name: len(_words(re.sub(r" [0-9]+GB\b", "", device.name)) - asked) for device in matches}
+    return [device for device in matches if more[device.name] == min(more.values())]
+
+
+def _macs(asked: frozenset[str]) -> list[Device]:
+    """`mac 32gb`: a Mac of which only the memory is known counts with the slowest memory that is sold in that size."""
+    matches = [device for device in all() if device.kind == "apple" and asked and asked <= _words(device.name)]
+    sizes = {device.memory for device in matches}
+    if len(matches) < 2 or len(sizes) > 1:
+        return matches
+    slowest = min(matches, key=lambda device: device.bandwidth or 0)
+    return [
+        replace(slowest, name=f"Mac {slowest.memory >> 30}GB", source=f"{slowest.source}: the bandwidth of {slowest.name}, the slowest")
+    ]
 
 
 def memory(text: str, option: str) -> Device:
     """A device of which only the size of its memory is known."""
     nbytes = parse_memory(text, option)
-    return Device(text.strip(), _BYTES, nbytes, nbytes, None)
+    return Device(text.strip(), BYTES, nbytes, nbytes, None)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -126,7 +149,7 @@ def _listed(devices: list[Device]) -> str:
 
 
 def _device(row: dict[str, str]) -> Device:
-    rates = {name: float(row[name]) if row[name] else None for name in ("bandwidth", "half", "int8", "float8")}
+    bandwidth, half, int8, float8 = (float(row[name]) if row[name] else None for name in ("bandwidth", "half", "int8", "float8"))
     return Device(
         name=row["name"],
         kind=row["kind"],
@@ -136,5 +159,8 @@ def _device(row: dict[str, str]) -> Device:
         processors=int(row["processors"] or 0),
         fast=tuple(row["fast"].split()),
         source=row["source"],
-        **rates,
+        bandwidth=bandwidth,
+        half=half,
+        int8=int8,
+        float8=float8,
     )

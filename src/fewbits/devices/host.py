@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,15 @@ def free_memory() -> int | None:
 
 def total_memory() -> int | None:
     return _pages("SC_PHYS_PAGES")
+
+
+def free_disk(path: Path) -> int | None:
+    """Where this path would be written."""
+    folder = next(folder for folder in path.absolute().parents if folder.is_dir())
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def processors() -> int:

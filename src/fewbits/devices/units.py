@@ -1,4 +1,4 @@
-"""Sizes as people write them: `8GB`, `512MiB`."""
+"""Sizes as people write them: `8GB`, `512MiB` of memory, `8k` tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     f"{letter}{binary}B": (1024 if binary else 1000) ** power for power, letter in enumerate("KMGT", start=1) for binary in ("", "I")
 }
 _EXAMPLES = "for example `8GB`, `900MiB` or `8000000000`"
+
+
+def parse_tokens(text: str | int, option: str = "--context") -> int:
+    """Tokens from `8192`, `8k` (8192, as contexts are named) or `1M` (2^20)."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KM]?)", str(text).strip().replace(",", ""), re.IGNORECASE | re.ASCII)
+    tokens = Fraction(Decimal(match[1])) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2].upper()] if match else Fraction(0)
+    if tokens < 1 or tokens.denominator != 1:
+        raise InputError(f"`{option} {text}` is not a number of tokens", "for example `8192`, `8k` or `128k`")
+    return int(tokens)
 
 
 def parse_memory(text: str, option: str = "--fits", hint: str = _EXAMPLES) -> int:

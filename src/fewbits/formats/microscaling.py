@@ -83,9 +83,10 @@ class Microscaling(Blocks):
     def _textbook(self, peak: Tensor) -> Tensor:  # (...) -> scale codes as integers
         import torch
 
-        if self.scale_values == E8M0:  # OCP: the exponent of the peak less that of 6, the largest level; 6.1 to 7.9 are clipped
-            exponent = torch.frexp(peak).exponent - 1
-            return torch.where(peak == 0, 0, exponent.long() - 2 + 127).clamp(0, 254)
+        if self.scale_values == E8M0:  # OCP: the exponent of the peak less that of the largest level (6); 6.1 to 7.9 are clipped
+            largest = max(level for level in self.levels if math.isfinite(level))
+            exponent = torch.frexp(peak).exponent - math.frexp(largest)[1]
+            return torch.where(peak == 0, 0, exponent.long() + 127).clamp(0, 254)
         # NVIDIA: the peak at 6, rounded as a float8
         return (peak / 6).clamp(max=448).to(torch.float8_e4m3fn).view(torch.uint8).long()
 

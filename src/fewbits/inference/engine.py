@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fewbits.errors import InputError
+from fewbits.inference.generated import Choice, Generated, Stats, peak_memory
 from fewbits.progress import Progress, silent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fewbits.artifact import Artifact
+
+__all__ = ["Choice", "Engine", "Generated", "Stats", "open_engine", "run"]
 
 
 class Engine(Protocol):
@@ -32,46 +34,6 @@ class Engine(Protocol):
     def cache_bytes(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How the next token is chosen; temperature 0 takes the likeliest."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and 0 < self.top_p <= 1):
-            raise InputError("the temperature is at least 0 and top-p a share up to 1", "0 and 1 are the defaults")
-
-
-@dataclass(frozen=True)
-class Stats:
-    engine: str  # "native", or "transformers: " and the reason
-    prompt_tokens: int
-    new_tokens: int
-    prompt_tokens_per_second: float
-    tokens_per_second: float | None  # without the first token, which the prompt gives; None: there was only one
-    weight_bytes: int
-    cache_bytes: int
-    peak_memory_bytes: int  # of the whole process
-    threads: int
-    kernels: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Generated:
-    """The text, its tokens, and what they cost."""
-
-    text: str
-    tokens: tuple[int, ...]
-    stopped: str  # "end" (of the text) or "length"
-    stats: Stats
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
-
-
 def run(
     folder: str | Path,
     prompt: str,
@@ -84,15 +46,17 @@ def run(
     on_text: Callable[[str], None] | None = None,
     progress: Progress[Any] = silent,
 ) -> Generated:
-    """Continue a prompt with an artifact's packed weights.
+    """Continue a prompt with the packed weights of an artifact, or of a GGUF of anybody.
 
     `raw`: the prompt without the model's chat template. `kv`: the format of the KV cache, by default the plan's.
     """
     import torch
 
-    from fewbits.artifact import Artifact
+    from fewbits.inference import mlx_folder
 
-    artifact = Artifact(Path(folder)).expect_modules()
+    if mlx_folder.takes(Path(folder)):
+        return mlx_folder.run(Path(folder), prompt, max_tokens, choice or Choice(), raw=raw, kv=kv, on_text=on_text)
+    artifact = _opened(Path(folder)).expect_modules()
     tokens = _prompt_tokens(artifact.tokenizer, prompt, raw)
     if not tokens:
         raise InputError("the prompt has no tokens", "give some text")
@@ -121,16 +85,29 @@ def run(
         tokens_per_second=steps / (ended - first) if steps > 0 else None,
         weight_bytes=engine.nbytes,
         cache_bytes=engine.cache_bytes,
-        peak_memory_bytes=_peak_memory(),
+        peak_memory_bytes=peak_memory(),
         threads=torch.get_num_threads(),
         kernels=tuple(engine.kernels_used()),
     )
     return Generated(streamed.all(), tuple(new), "length" if len(new) == max_tokens else "end", stats)
 
 
+def _opened(path: Path) -> Artifact:
+    from fewbits.artifact import Artifact
+    from fewbits.artifact.located import located
+    from fewbits.artifact.packed_gguf import PackedGguf
+
+    beside = located(path)
+    if beside is None and path.suffix.lower() == ".gguf" and path.is_file():
+        return PackedGguf(path)
+    return Artifact(beside or path)
+
+
 def open_engine(artifact: Artifact, kv: str | None, context: int, progress: Progress[Any]) -> tuple[Engine, str]:
     """The engine, and its name in `Stats`."""
+    from fewbits.artifact.packed_gguf import PackedGguf
     from fewbits.inference import llama
+    from fewbits.store.scratch import scratch_folder
 
     wanted = kv or artifact.plan.kv or "float"
     if (reason := llama.unsupported(artifact, wanted, context)) is None:
@@ -139,7 +116,10 @@ def open_engine(artifact: Artifact, kv: str | None, context: int, progress: Prog
 
     if kv is not None and kv != (artifact.plan.kv or "float"):
         raise InputError(f"the KV cache cannot be {kv} here: {reason}", "leave `--kv` out")
-    return TransformersEngine(artifact), f"transformers: {reason}"
+    if not isinstance(artifact, PackedGguf):
+        return TransformersEngine(artifact), f"transformers: {reason}"
+    with scratch_folder() as scratch:  # transformers loads a folder
+        return TransformersEngine(artifact.as_folder(Path(scratch) / "artifact")), f"transformers: {reason}"
 
 
 def _sampled(engine: Engine, logits: Tensor, count: int, choice: Choice) -> Iterator[int]:
@@ -199,11 +179,3 @@ def _stops(artifact: Artifact) -> set[int]:
         settings.append(GenerationConfig.from_pretrained(artifact.path, local_files_only=True))
     ends = [getattr(each, "eos_token_id", None) for each in settings]
     return {token for end in ends for token in (end if isinstance(end, list) else [end]) if token is not None}
-
-
-def _peak_memory() -> int:
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak  # kilobytes elsewhere

@@ -8,6 +8,7 @@ import, so that no model code of transformers may be imported at the top.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from fewbits.artifact import stand_in
 from fewbits.artifact.manifest import METHOD
 from fewbits.errors import InputError, MissingError
 
@@ -67,6 +69,8 @@ class FewbitsQuantizer(HfQuantizer):  # type: ignore[misc]
         artifact = _opened(checkpoint_files)
         self._name, self._kv = artifact.path.name, artifact.plan.kv
         install(model, artifact, model.config.dtype, self.quantization_config.exact)
+        empty = {f"^{re.escape(name)}$" for name, file in artifact.manifest.shard_of.items() if file == stand_in.FILE}
+        model._keys_to_ignore_on_load_unexpected = (model._keys_to_ignore_on_load_unexpected or set()) | empty
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         return []  # an artifact has the module's names, whatever the names in the source were

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -11,36 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import InputError
+from fewbits.inspection.distributions import Values, distribution
 from fewbits.model import checkpoints
+from fewbits.model.checkpoints import hub
+from fewbits.model.checkpoints.folder import Folder
 from fewbits.progress import silent
+from fewbits.store.dtypes import ITEMS
 from fewbits.store.untrusted import read_json
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fewbits.progress import Progress
     from fewbits.targets.stored_tensor import StoredTensor
-
-_BINS = 12
-_BARS = " ▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True)
-class Values:
-    """The distribution of a tensor's values."""
-
-    min: float
-    max: float
-    mean: float
-    std: float
-    peak: float  # largest magnitude in standard deviations: one scale for all values would have to reach it
-    nonfinite: int
-    histogram: tuple[float, ...]  # share of values in 12 bins within 4 standard deviations of the mean, outliers in the end bins
-
-    @property
-    def picture(self) -> str:
-        top = max(self.histogram) or 1
-        return "".join(_BARS[math.ceil((len(_BARS) - 1) * share / top)] for share in self.histogram)
 
 
 @dataclass(frozen=True)
@@ -53,22 +35,45 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class TypeTotal:
+    """All tensors of one type."""
+
+    type: str
+    tensors: int
+    numbers: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Inspection:
     path: str
     kind: str
     nbytes: int  # on disk
     metadata: dict[str, Any]
-    tensors: tuple[TensorInfo, ...]
+    tensors: tuple[TensorInfo, ...]  # as people count: layer 2 before layer 10
+
+    @property
+    def types(self) -> tuple[TypeTotal, ...]:
+        """The type with most bytes first."""
+        by_type: dict[str, list[TensorInfo]] = {}
+        for tensor in self.tensors:
+            by_type.setdefault(tensor.type, []).append(tensor)
+        totals = (
+            TypeTotal(name, len(same), sum(math.prod(each.shape) for each in same), sum(each.nbytes for each in same))
+            for name, same in by_type.items()
+        )
+        return tuple(sorted(totals, key=lambda total: -total.nbytes))
 
     @property
     def tensor_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def to_dict(self) -> dict[str, object]:
-        return asdict(self) | {"tensor_bytes": self.tensor_bytes}
+        return asdict(self) | {"tensor_bytes": self.tensor_bytes, "types": [asdict(each) for each in self.types]}
 
 
-Loadable = tuple[TensorInfo, Callable[[], "Tensor"] | None]  # a tensor, and a function that loads its values if they are floats
+# a tensor, and a function that loads its values, as an array or a tensor, if they are floats
+Loadable = tuple[TensorInfo, Callable[[], Any] | None]
 
 
 def inspect(path: str | Path, values: bool = True, progress: Progress[Loadable] = silent) -> Inspection:
@@ -97,22 +102,16 @@ def inspect(path: str | Path, values: bool = True, progress: Progress[Loadable] 
         path = checkpoints.open(str(path)).path  # a hub id
         kind, metadata, tensors = _folder(path)
     size = sum(p.stat().st_size for p in path.iterdir() if p.is_file()) if path.is_dir() else path.stat().st_size
+    tensors = sorted(tensors, key=lambda each: counted(each[0].name))
     infos = []
     for info, load in progress(tensors, len(tensors), "reading") if values else tensors:
         infos.append(replace(info, values=distribution(load()) if values and load else None))
-    return Inspection(path.name, kind, size, metadata, tuple(infos))
+    return Inspection(hub.name_of(path), kind, size, metadata, tuple(infos))
 
 
-def distribution(tensor: Tensor) -> Values:
-    x = tensor.detach().float().flatten()
-    finite = x[x.isfinite()].double()
-    if not len(finite):
-        return Values(math.nan, math.nan, math.nan, math.nan, math.nan, len(x), (0.0,) * _BINS)
-    mean, std = float(finite.mean()), float(finite.std(correction=0))
-    counts = ((finite - mean) / (std or 1)).clamp(-3.999, 3.999).histc(_BINS, -4, 4)
-    shares = tuple(float(count) / len(finite) for count in counts)
-    peak = float(finite.abs().max())
-    return Values(float(finite.min()), float(finite.max()), mean, std, peak / std if std else 0.0, len(x) - len(finite), shares)
+def counted(name: str) -> list[tuple[int, str]]:
+    """A key by which names sort as people count: 2 before 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name) if part]
 
 
 def _artifact(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
@@ -139,10 +138,15 @@ def _info(stored: StoredTensor) -> Loadable:
 
 def _folder(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
     from fewbits.targets.compressed_tensors import contents
+    from fewbits.targets.mlx import contents as mlx
 
+    if mlx.is_mlx(path):
+        return "mlx", read_json(path / "config.json", ""), [_info(each) for each in mlx.contents(path)]
     if contents.is_compressed(path):
         return "compressed-tensors", read_json(path / "config.json", ""), [_info(each) for each in contents.contents(path)]
     checkpoint = checkpoints.open(path)
+    if isinstance(checkpoint, Folder):  # floats: neither torch nor transformers is needed
+        return "checkpoint", checkpoint.config_file(), [_info_of_floats(checkpoint, name) for name in checkpoint.names()]
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4}
     tensors: list[Loadable] = []
     storage = getattr(checkpoint, "storage", lambda _: None)  # of one that is published quantized
@@ -154,9 +158,14 @@ def _folder(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
     return "checkpoint", checkpoint.config.to_diff_dict() | ({"source_quantization": quantized} if quantized else {}), tensors
 
 
+def _info_of_floats(folder: Folder, name: str) -> Loadable:
+    shape, dtype = folder.shape(name), folder.dtype(name)
+    nbytes = math.prod(shape) * dict(ITEMS.values())[folder.stored(name)]
+    return TensorInfo(name, dtype, shape, nbytes), partial(folder.array, name)
+
+
 def _gguf(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
     import gguf
-    import torch
 
     from fewbits.model.gguf.checkpoint import open_reader
 
@@ -169,9 +178,9 @@ def _gguf(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
             raise InputError(f"`{key}` of `{path}` cannot be read: {failure}", "the file is damaged; fetch it again") from failure
         metadata[key] = value if not isinstance(value, list) or len(value) <= 8 else f"[{len(value)} values]"
 
-    def load(tensor: Any) -> Tensor:
+    def load(tensor: Any) -> Any:
         try:
-            return torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+            return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         except (NotImplementedError, TypeError) as failure:
             raise InputError(f"`{tensor.name}` is stored as {tensor.tensor_type.name}, which cannot be decoded", "update gguf") from failure
 
@@ -192,8 +201,6 @@ def _onnx(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
         from fewbits.errors import MissingError
 
         raise MissingError("the `onnx` package is not here", "pip install 'fewbits[onnx]'") from None
-    import torch
-
     from fewbits.model.onnx.graph import array_of, check_graph
 
     check_graph(path)
@@ -208,7 +215,7 @@ def _onnx(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
             kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
             is_float = array.dtype.kind == "f"
             info = TensorInfo(tensor.name, kind, tuple(array.shape), array.nbytes)
-            yield info, partial(torch.from_numpy, array.astype("float32")) if is_float else None
+            yield info, partial(array.astype, "float32") if is_float else None
 
     metadata: dict[str, Any] = {prop.key: prop.value for prop in model.metadata_props}
     metadata["operators"] = dict(sorted(Counter(node.op_type for node in model.graph.node).items()))

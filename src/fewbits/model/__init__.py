@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import InputError
 from fewbits.model import checkpoints
-from fewbits.model.checkpoints import Checkpoint
+from fewbits.model.checkpoints import Checkpoint, hub
 from fewbits.model.checkpoints.converted import converted
 from fewbits.model.finite import checked_finite, on_a_cache_line
+from fewbits.model.gguf.quantized import StoredTypes
 from fewbits.model.module import filled_module, skeleton_of
 from fewbits.model.tokenizer import load_tokenizer
 from fewbits.model.weights import Weight, kind_of
@@ -40,6 +41,16 @@ class Model:
         return self.checkpoint.path
 
     @property
+    def name(self) -> str:
+        """What it is called in files and reports: the name of its repository, folder or file."""
+        return hub.name_of(self.path)
+
+    @property
+    def published_as(self) -> str:
+        """Where others find it: `owner/name` of a model of the hub; else its name."""
+        return hub.repository_of(self.path) or self.name
+
+    @property
     def config(self) -> Any:
         return self.checkpoint.config
 
@@ -47,6 +58,12 @@ class Model:
     def metadata_file(self) -> Path | None:
         """A GGUF whose metadata the next file gets; None: the source is no GGUF."""
         return self.path if self.path.is_file() else None
+
+    @property
+    def lossy(self) -> StoredTypes | None:
+        """How its weights are stored, if they were rounded from floats that it no longer has."""
+        stored = getattr(self.checkpoint, "source_quantization", None)
+        return stored if isinstance(stored, StoredTypes) and stored.lossy else None
 
     def load(self, weight: Weight) -> Tensor:
         """(rows, cols) float32; non-finite values are refused by name."""

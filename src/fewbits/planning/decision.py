@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fewbits import planning
-from fewbits.devices import catalogue
+from fewbits.devices import groups
 from fewbits.errors import InputError
 from fewbits.formats.runtime import kv
 from fewbits.planning import budgets, by_thresholds, footprint, recipes, speed
@@ -48,7 +48,7 @@ class Budget:
         if self.size is not None:
             budgets.parse_size(self.size)
         if self.fits is not None:
-            catalogue.place(self.fits)
+            groups.place(self.fits)
 
     @property
     def by_accuracy(self) -> bool:
@@ -194,9 +194,10 @@ def tensor_bytes(table: Sensitivity, target: Target, budget: Budget, elements: i
     """What the planned weights may take."""
     config = attributes(table.config)
     if budget.fits is not None:
-        place = catalogue.place(budget.fits)
+        place = groups.place(budget.fits)
         use = footprint.Use(context=budget.context or CONTEXT, kv=kv.get(kv_cache or "float"), reserved=place.reserves)
-        left = footprint.weight_bytes_left(footprint.shape(config), place.usable, use)
+        use = replace(use, devices=len(place.everywhere))
+        left = footprint.weight_bytes_left(footprint.shape(config), sum(part.usable for part in place.everywhere), use)
         size: budgets.Size = budgets.FileBytes(max(1, left))
     else:
         assert budget.size is not None

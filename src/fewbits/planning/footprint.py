@@ -57,6 +57,7 @@ class Use:
     prompt_batch: int = 512  # tokens of a prompt computed at once
     flash_attention: bool = True  # llama.cpp's choice where the backend can, and its CPU can
     runtime: str = LLAMA_CPP
+    devices: int = 1  # that share the layers
     reserved: bool = True  # count whole buffers, as on a GPU; else only what is touched while text is generated
 
     @property
@@ -176,9 +177,14 @@ def memory(shape: Shape, weights: int, use: Use) -> Memory:
     return Memory(
         weights=weights,
         kv_cache=kv_bytes(shape, use),
-        activations=work + use.sequences * shape.vocabulary * _FLOAT,
-        overhead=_PROCESS[use.runtime] + shape.vocabulary * _VOCABULARY_ENTRY[use.runtime],
+        activations=use.devices * work + use.sequences * shape.vocabulary * _FLOAT,
+        overhead=_PROCESS[use.runtime] + shape.vocabulary * _VOCABULARY_ENTRY[use.runtime] + _unused(shape, weights, use),
     )
+
+
+def _unused(shape: Shape, weights: int, use: Use) -> int:
+    """Layers are not divided: each further device may have room left for a part of one."""
+    return (use.devices - 1) * -(-weights // max(1, len(shape.windows)))
 
 
 def weight_bytes_left(shape: Shape, available: int, use: Use) -> int:
@@ -191,7 +197,8 @@ def weight_bytes_left(shape: Shape, available: int, use: Use) -> int:
             f"{available:,} bytes leave nothing for the weights at a context of {use.context:,}: {shares}",
             "shorten `--context`, or choose a smaller `--kv`",
         )
-    return left
+    layers = max(1, len(shape.windows))
+    return left if use.devices == 1 else left * layers // (layers + use.devices - 1) - use.devices
 
 
 def largest_context(shape: Shape, weights: int, available: int, use: Use, limit: int) -> int:

@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -78,6 +79,10 @@ class Cache:
         narrowed.folder, narrowed._used, narrowed._names = self.folder, self._used, self._names
         narrowed.about = self.about | about
         return narrowed
+
+    def results(self) -> Counter[str]:
+        """How many there are of each step, of this run or an earlier one; they are not read."""
+        return Counter(step for step, _ in self._names)
 
     def has(self, step: str, **parameters: Any) -> bool:
         """Whether a file has the right name; it is not read. Tells how much is done before a run resumes."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SafetensorError", "TensorFile"]
 
 _DIMENSIONS = 16
+_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 class TensorFile:
@@ -63,6 +64,19 @@ class TensorFile:
             return torch.asarray(self._mapped[begins:ends], dtype=torch.uint8).view(dtype).reshape(shape)
         except (TypeError, RuntimeError) as failure:  # zero rows of 2^64 columns: no bytes, but strides that overflow
             raise SafetensorError(f"`{name}` has a shape that no tensor has") from failure
+
+    def array(self, name: str) -> Any:
+        """Floats as float32, read by numpy: for those who do not need torch otherwise."""
+        import numpy as np
+
+        stored, shape = self.dtype(name), self.shape(name)
+        if stored not in _FLOATS:
+            raise SafetensorError(f"`{name}` is stored as {stored}")
+        begins, ends = self._spans[name]
+        data = np.fromfile(self.path, _FLOATS[stored], offset=begins, count=(ends - begins) // np.dtype(_FLOATS[stored]).itemsize)
+        if stored == "BF16":  # the upper half of a float32
+            data = np.left_shift(data, 16, dtype=np.uint32).view(np.float32)
+        return data.astype(np.float32, copy=False).reshape(shape)
 
     @cached_property
     def _mapped(self) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import formats, planning, targets
 from fewbits.artifact import Artifact
+from fewbits.artifact.located import located
 from fewbits.artifact.written import record
 from fewbits.errors import InputError
 from fewbits.progress import silent
@@ -32,7 +33,7 @@ def written(
     """The same for a temporary file: its hash is not recorded."""
     target = target_for(Path(out), to, split)
     if not isinstance(artifact, Artifact):
-        artifact = Artifact(Path(artifact))
+        artifact = Artifact(_beside(Path(artifact)))
     path = output_path(Path(out), target)
     if artifact.layout not in (None, target.name):
         hint = f"quantize with `--to {target.name}`"
@@ -49,6 +50,16 @@ def written(
         target.write(artifact, staged, progress)
         target.check(artifact.plan, artifact.weights, staged)
     return path
+
+
+def _beside(path: Path) -> Path:
+    """The artifact itself, or the one that lies beside a file."""
+    if (found := located(path)) is None and path.is_file():
+        again = (
+            f"`fewbits quantize {path.name} -o OUT --requantize` makes one of it" if path.suffix.lower() == ".gguf" else "quantize again"
+        )
+        raise InputError(f"`{path}` is no artifact, and beside it there is none that it was written from", again)
+    return found or path
 
 
 def target_for(out: Path, to: str | None, split: int | None = None) -> Target:

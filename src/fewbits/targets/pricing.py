@@ -73,7 +73,7 @@ def _by_size(source: Model, target: Target, budget: Budget, constraints: Constra
         for weight in source.weights
     }
     rows = {name: {fmt.name: nothing for fmt in some} for name, some in possible.items()}
-    table = Sensitivity(source.path.name, "", (), "rtn", source.weights, rows, source.config.to_dict())
+    table = Sensitivity(source.name, "", (), "rtn", source.weights, rows, source.config.to_dict())
     some = allocator(table, target, constraints)
     return some, tensor_bytes(table, target, budget, some.elements, 0, kv.get(constraints.kv).name if constraints.kv else None)
 

@@ -98,3 +98,39 @@ def fit_row_scale(
 
 def inverse(scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, 1 / scale)
+
+
+def best_line(
+    x: Tensor,
+    top: int,
+    trials: Iterable[tuple[Tensor, Tensor]],
+    store: Callable[[Tensor], Tensor],
+    importance: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Of these (scale, offset) the one that x (..., n) ~ scale * q + offset, q in 0..top, is nearest to once both were stored; else the
+    first. After the first, each offset is also tried as the mean of what the codes of its line leave."""
+
+    def codes(scale: Tensor, offset: Tensor) -> Tensor:
+        return ((x - offset.unsqueeze(-1)) * inverse(scale).unsqueeze(-1)).round_().clamp_(0, top)
+
+    def mean(values: Tensor) -> Tensor:
+        return values.mean(-1) if importance is None else (values * importance).sum(-1) / importance.sum(-1)
+
+    best: tuple[Tensor, Tensor] | None = None
+    least = x.new_zeros(())
+    for number, (slope, base) in enumerate(trials):
+        scale = store(slope)
+        offsets = [store(base)]
+        if number:
+            offsets.append(store(mean(x - codes(scale, base).mul_(scale.unsqueeze(-1)))))
+        for offset in offsets:
+            square = codes(scale, offset).mul_(scale.unsqueeze(-1)).add_(offset.unsqueeze(-1)).sub_(x).square_()
+            error = total(square if importance is None else square.mul_(importance), -1)
+            if best is None:
+                best, least = (scale, offset), error
+                continue
+            better = error < least
+            best = torch.where(better, scale, best[0]), torch.where(better, offset, best[1])
+            least = torch.where(better, error, least)
+    assert best is not None, "nothing to choose from"
+    return best

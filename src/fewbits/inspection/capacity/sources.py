@@ -11,34 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fewbits.errors import InputError, MissingError
+from fewbits.errors import InputError
 from fewbits.inspection.capacity import configs, outline
+from fewbits.inspection.capacity import typical as sizes
 from fewbits.inspection.capacity.outline import Outline, OutlineWeight
-from fewbits.model import checkpoints
+from fewbits.model.checkpoints import hub, kinds
 from fewbits.model.gguf import architectures
 from fewbits.planning import footprint
 from fewbits.planning.footprint import Shape
 from fewbits.store.untrusted import read_json
 
-_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _LARGEST_HEADER = 100_000_000  # bytes: safetensors' values limit
 _MOST = 8192  # a config with more layers or heads is damaged
-_SAME = 0.05  # a size within this share of a published one means that one: 7B is Mistral's 7.24
-
-# Published shapes that most models of their size have: (numbers, hidden, layers, heads, heads of keys, MLP, vocabulary, tied)
-_TYPICAL = (
-    ("SmolLM2 135M", 135e6, 576, 30, 9, 3, 1536, 49152, True),
-    ("SmolLM2 360M", 362e6, 960, 32, 15, 5, 2560, 49152, True),
-    ("Llama 3.2 1B", 1.24e9, 2048, 16, 32, 8, 8192, 128256, True),
-    ("Llama 3.2 3B", 3.21e9, 3072, 28, 24, 8, 8192, 128256, True),
-    ("Mistral 7B", 7.24e9, 4096, 32, 32, 8, 14336, 32000, False),
-    ("Llama 3.1 8B", 8.03e9, 4096, 32, 32, 8, 14336, 128256, False),
-    ("Llama 2 13B", 13.0e9, 5120, 40, 40, 40, 13824, 32000, False),
-    ("Yi 34B", 34.4e9, 7168, 60, 56, 8, 20480, 64000, False),
-    ("Llama 3.1 70B", 70.6e9, 8192, 80, 64, 8, 28672, 128256, False),
-    ("Mistral Large 123B", 122.6e9, 12288, 88, 96, 8, 28672, 32768, False),
-    ("Llama 3.1 405B", 405.9e9, 16384, 126, 128, 8, 53248, 128256, False),
-)
 
 
 @dataclass(frozen=True)
@@ -68,14 +52,18 @@ def find(model: str | Path | None, params: str | None, offline: bool = False) ->
         return of_gguf(path)
     if path.is_file() and path.name.endswith(".json"):
         return _of_config(path.parent.name or path.name, read_json(path, ""))
-    if not path.exists() and checkpoints._looks_like_hub_id(str(model)):
-        return _of_config(str(model), read_json(_config_from_hub(str(model), offline), ""))
+    if not path.exists() and (on_hub := hub.parse(str(model))):
+        if on_hub.file is not None:
+            return of_gguf(hub.fetch(on_hub, offline))
+        return _of_config(str(on_hub), read_json(hub.fetch_config(on_hub, offline), ""))
     if path.exists():
         raise InputError(f"`{path}` is neither a model folder nor a .gguf file", "give one of them, a hub id, or `--params 7B`")
     raise InputError(f"there is nothing at `{path}`", "give a model folder, a .gguf file, a hub id, or `--params 7B`")
 
 
 def of_folder(path: Path) -> Source:
+    if not (path / "config.json").is_file():
+        kinds.refuse_what_is_no_model(path)
     content = read_json(path / "config.json", "is this the folder of a model? it should hold config.json; `--params 7B` needs none")
     if not isinstance(content, Mapping):
         raise InputError(f"`{path / 'config.json'}` is no config", "it should be the config.json of a transformers model")
@@ -107,28 +95,10 @@ def of_gguf(path: Path) -> Source:
 
 
 def typical(text: str) -> Source:
-    """A Llama of about so many parameters: the published shape nearest in size, with the number of layers that fits."""
-    wanted = _count(text)
-    known = min(_TYPICAL, key=lambda row: abs(math.log(row[1] / wanted)))
-    like, size, hidden, layers, heads, kv_heads, mlp, vocabulary, tied = known
-    settings = {
-        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": vocabulary,
-        "num_key_value_heads": kv_heads, "intermediate_size": mlp, "tie_word_embeddings": tied, "max_position_embeddings": 131072,
-    }  # fmt: skip
-
-    def numbers(layers: int) -> int:
-        return footprint.parameters(footprint.shape(configs.of(settings | {"num_hidden_layers": layers}))).total
-
-    layer = numbers(2) - numbers(1)
-    near = abs(size / wanted - 1) < _SAME
-    count = layers if near else max(1, round((wanted - (numbers(1) - layer)) / layer))
-    source = _of_config(f"{text.strip()} parameters", settings | {"num_hidden_layers": count})
-    made = source.outline.numbers
-    if not 0.5 < made / wanted < 2:
-        raise InputError(f"no typical Llama has {wanted:,} parameters", "from about 30M to 2T are known here; give a config.json instead")
-    shape = f"{count} layers of {hidden}, {heads} heads, {kv_heads} of keys and values, MLP {mlp}, vocabulary {vocabulary:,}"
-    said = f"a Llama like {like}: {shape}; {made / 1e9:.3g}B numbers in matrices"
-    return Source(source.name, source.config, source.shape, source.outline, assumed=said)
+    """A model of about so many parameters, like the published one that is nearest in size."""
+    settings, assumed = sizes.settings(text)
+    source = _of_config(f"{text.strip()} parameters", settings)
+    return Source(source.name, source.config, source.shape, source.outline, assumed=assumed)
 
 
 def _of_config(name: str, content: Mapping[str, Any]) -> Source:
@@ -208,30 +178,3 @@ def _header(path: Path) -> list[tuple[str, tuple[int, ...], int]]:
         return [(name, shape, int(end) - int(start)) for name, shape, (start, end) in rows]
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as failure:
         raise InputError(f"`{path}` cannot be read: {failure}", "the file is truncated or damaged; fetch it again") from failure
-
-
-def _config_from_hub(repo: str, offline: bool) -> Path:
-    """Fetches config.json alone."""
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.hf_hub_download(repo, "config.json", local_files_only=True))
-    except Exception as missing:
-        if offline:
-            raise MissingError(f"`{repo}` is not in the local cache, and `--offline` forbids the download", "drop `--offline`") from missing
-    try:
-        return Path(huggingface_hub.hf_hub_download(repo, "config.json"))
-    except Exception as failure:
-        reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-        hint = "check the spelling and the network, or give `--params 7B`"
-        raise MissingError(f"the config of `{repo}` could not be fetched: {reason}", hint) from failure
-
-
-def _count(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) *([KMBGT]?)", text.strip(), re.IGNORECASE)
-    if not match or not float(match[1]):
-        raise InputError(f"`--params {text}` is no number of parameters", "for example 7B, 1.5B or 135M")
-    number = float(match[1]) * _UNITS.get(match[2].upper(), 1)
-    if not match[2] and number < 1000:
-        raise InputError(f"`--params {text}` has no unit", f"did you mean `{match[1]}B`?")
-    return round(number)

@@ -9,8 +9,8 @@ import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fewbits.errors import InputError, MissingError
-from fewbits.store.untrusted import first_line
+from fewbits.errors import InputError
+from fewbits.model.checkpoints import hub, kinds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ class Checkpoint(Protocol):
 
 
 def open(where: str | Path, offline: bool = False) -> Checkpoint:
-    """A folder, a .gguf file, or a hub id (local cache first, then a download unless `offline`)."""
+    """A folder, a .gguf file, or a model of the hub by its id or address (local cache first, then a download unless `offline`)."""
     path = Path(where)
     if path.is_dir():
         return _folder(path)
@@ -54,8 +54,8 @@ def open(where: str | Path, offline: bool = False) -> Checkpoint:
 
             return GgufFile(path)
         raise InputError(f"`{path}` is neither a model folder nor a .gguf file", _pickle_hint(path))
-    if _looks_like_hub_id(str(where)):
-        return _folder(_from_hub(str(where), offline))
+    if on_hub := hub.parse(str(where)):
+        return open(hub.fetch(on_hub, offline))
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], n=1)
     hint = f"did you mean `{path.parent / near[0]}`?" if near else "give a model folder, a .gguf file, or a hub id such as `owner/name`"
     raise InputError(f"there is nothing at `{where}`", hint)
@@ -65,31 +65,11 @@ def _folder(path: Path) -> Checkpoint:
     from fewbits.model.checkpoints import published
     from fewbits.model.checkpoints.folder import Folder
 
+    kinds.refuse_what_is_no_model(path)
     return published.opened(Folder(path))
 
 
 def _pickle_hint(path: Path) -> str:
     if path.suffix in {".bin", ".pt", ".pth", ".ckpt"}:
-        return "pickled checkpoints can run code when opened: convert it to safetensors first (transformers' `save_pretrained` does)"
+        return kinds.PICKLE_HINT
     return "give the folder that holds config.json and *.safetensors"
-
-
-def _looks_like_hub_id(where: str) -> bool:
-    owner, slash, name = where.partition("/")
-    return bool(slash and owner and name and "/" not in name and not where.startswith((".", "/", "~")) and not Path(owner).exists())
-
-
-def _from_hub(repo: str, offline: bool) -> Path:
-    import huggingface_hub
-
-    wanted = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    try:
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted, local_files_only=True))
-    except Exception as missing:
-        if offline:
-            raise MissingError(f"`{repo}` is not in the local cache, and `--offline` forbids the download", "drop `--offline`") from missing
-    try:
-        return Path(huggingface_hub.snapshot_download(repo, allow_patterns=wanted))
-    except Exception as failure:
-        hint = "check the spelling and the network; a private model needs `hf auth login`"
-        raise MissingError(f"`{repo}` could not be downloaded: {first_line(failure)}", hint) from failure

@@ -36,12 +36,8 @@ class Folder:
     def config(self) -> Any:
         from transformers import AutoConfig
 
-        file = inside(self.path, self.path / "config.json")
-        content = read_json(file, "is this the folder of a model? it should hold config.json and *.safetensors", untrusted.CONFIG)
-        if not isinstance(content, dict) or "model_type" not in content:
-            raise InputError(f"`{file}` names no model_type", "it should be the config.json of a transformers model")
-        limits.check(content, len(self._shard_of), file)
-        del content  # free its memory: transformers parses the file again
+        self.config_file()  # what is wrong with it is said; its memory is free again before transformers parses the file
+        file = self.path / "config.json"
         try:
             return AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as failure:
@@ -64,6 +60,19 @@ class Folder:
             hint = "fewbits quantizes float checkpoints; this one seems to be quantized already"
             raise InputError(f"`{name}` is stored as {stored}", hint)
         return _CAST[stored]
+
+    def config_file(self) -> dict[str, Any]:
+        """The content of config.json, as it is: transformers is not asked."""
+        file = inside(self.path, self.path / "config.json")
+        content = read_json(file, "is this the folder of a model? it should hold config.json and *.safetensors", untrusted.CONFIG)
+        if not isinstance(content, dict) or "model_type" not in content:
+            raise InputError(f"`{file}` names no model_type", "it should be the config.json of a transformers model")
+        limits.check(content, len(self._shard_of), file)
+        return content
+
+    def array(self, name: str) -> Any:
+        """As a numpy array in float32; loads no torch."""
+        return self._file(name).array(name)
 
     def load(self, name: str) -> Tensor:
         return self._file(name).tensor(name)
@@ -115,10 +124,6 @@ def _shards(path: Path) -> dict[str, str]:
         return dict(sorted(weight_map.items()))
     single = [path / _SINGLE] if (path / _SINGLE).exists() else sorted(path.glob("*.safetensors"))
     if not single:
-        pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in path.glob(pattern))
-        if pickled:
-            hint = "pickled checkpoints can run code when opened: convert to safetensors first (transformers' `save_pretrained` does)"
-            raise InputError(f"`{path}` holds only pickled weights ({pickled[0]})", hint)
         raise InputError(f"`{path}` holds no *.safetensors", "give the folder that holds config.json and the weights")
     return _held(path, [file.name for file in single])
 

@@ -34,7 +34,7 @@ _FLOATS = ("F16", "BF16", "F32", "F64")
 def opened(folder: Folder) -> Checkpoint:
     """The folder itself if its weights are floats; else one that decodes them."""
     said = _said(folder.path)
-    method = said.get("quant_method")
+    method = said.get("quant_method") or ("mlx" if "group_size" in said and "bits" in said else None)
     if not said or method == _OURS:
         return folder
     if isinstance(method, str) and method in _READERS:

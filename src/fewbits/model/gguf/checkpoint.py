@@ -18,6 +18,7 @@ from fewbits.errors import FewbitsError, InputError, UnknownKindError
 from fewbits.model import limits
 from fewbits.model.gguf import architectures, header, metadata, vocabularies
 from fewbits.model.gguf.header import Field, Header
+from fewbits.model.gguf.quantized import StoredTypes, stored_types
 from fewbits.store.untrusted import first_line
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class GgufFile:
             return {name: field.contents() for name, field in self._reader.fields.items()}
         except Exception as failure:
             raise InputError(f"the metadata of `{self.path}` cannot be read: {failure}", _DAMAGED) from failure
+
+    @cached_property
+    def source_quantization(self) -> StoredTypes | None:
+        return stored_types(self._tensors.values())
 
     @cached_property
     def config(self) -> Any:
@@ -112,6 +117,29 @@ class GgufFile:
             joined = joined.index_select(rows_at, order.argsort())
         whole = joined.T if name in self._transposed else joined
         return whole if expert is not None else whole.reshape(self.shape(name))
+
+    def packed_type(self, name: str) -> str | None:
+        """The GGUF type of a matrix; None: its pieces have several, or their values are not those of the module."""
+        kinds = {tensor.tensor_type.name for tensor, _ in self._stored[name]}
+        changed = name in self._absent or any(place.added for _, place in self._stored[name])
+        return kinds.pop() if len(kinds) == 1 and not changed else None
+
+    def packed_rows(self, name: str, expert: int | None = None) -> Tensor | None:
+        """(rows, bytes or numbers) as they are stored, in the order of the module; None where `packed_type` is."""
+        import numpy as np
+        import torch
+
+        if (kind := self.packed_type(name)) is None:
+            return None
+        pieces, orders = [], []
+        for tensor, place in self._stored[name]:
+            data = np.array(tensor.data if expert is None else tensor.data[expert])  # a copy: torch refuses read-only memory
+            pieces.append(torch.from_numpy(data.reshape(-1, data.shape[-1])))
+            orders.append(place.rows)
+        joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        if orders[0] is not None:
+            joined = joined[torch.tensor([row for rows in orders if rows is not None for row in rows]).argsort()]
+        return joined.view(torch.bfloat16) if kind == "BF16" else joined
 
     @cached_property
     def _stored(self) -> dict[str, list[tuple[Any, Place]]]:

@@ -38,11 +38,11 @@ def like(source: Model, path: Path, accept_unmatched: bool = False, progress: Pr
     share = sum(each.numbers for each in matching.unmatched) / all_numbers
     if names >= {weight.parameter for weight in file.weights}:
         hint = "give the float GGUF of the same model and revision, or let the converter make one (`--converter`)"
-        raise InputError(f"`{path}` holds none of the weights of `{source.path.name}`", hint)
+        raise InputError(f"`{path}` holds none of the weights of `{source.name}`", hint)
     said = ""
     if names:
         some = "; ".join(map(str, matching.unmatched[:3])) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
-        said = f"{len(names)} of the matrices in `{path.name}`, {share:.2%} of its weights, are not in `{source.path.name}`: {some}"
+        said = f"{len(names)} of the matrices in `{path.name}`, {share:.2%} of its weights, are not in `{source.name}`: {some}"
         if share > _SHARE and not accept_unmatched:
             hint = "is it of another revision, or damaged? `--accept-unmatched` carries them over in float"
             raise InputError(said, hint)
@@ -54,7 +54,7 @@ def like(source: Model, path: Path, accept_unmatched: bool = False, progress: Pr
 def by_converter(source: Model, converter: Path, work: Path, progress: Progress[Any] = silent) -> Path:
     """The float GGUF that llama.cpp's converter makes of a model folder, in the work folder; one that is there is not made again."""
     if not source.path.is_dir():
-        raise InputError(f"`{source.path.name}` is no model folder: the converter cannot read it", "give the folder with config.json")
+        raise InputError(f"`{source.name}` is no model folder: the converter cannot read it", "give the folder with config.json")
     out, made_of = work / FLOAT, work / _MADE_OF
     key = " ".join((source.fingerprint, sha256_of(converter / conversion.SCRIPT), sha256_of(conversion.PROCESS)))
     if out.is_file() and made_of.is_file() and made_of.read_text() == key:

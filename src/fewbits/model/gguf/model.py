@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fewbits.errors import InputError
 from fewbits.model import Model
 from fewbits.model.gguf import metadata, settings, vocabularies
+from fewbits.model.gguf.quantized import StoredTypes, stored_types
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +51,10 @@ class GgufModel(Model):
     def metadata_file(self) -> Path:
         """A GGUF whose metadata the next file gets."""
         return self.file.path
+
+    @property
+    def source_quantization(self) -> StoredTypes | None:
+        return stored_types(self.file.tensors.values()) if self.origin is None else None
 
     @cached_property
     def config(self) -> Any:

