@@ -63,7 +63,7 @@ def negative_layers(folder: Path, benign: Benign) -> None:
     configured(folder, benign, num_hidden_layers=-2)
 
 
-@case("folder")
+@case("folder", passes=("inspect",))
 def text_for_a_size(folder: Path, benign: Benign) -> None:
     """a config with a text where a number belongs"""
     configured(folder, benign, hidden_size="wide")

@@ -234,7 +234,7 @@ def deep_index(folder: Path, benign: Benign) -> None:
     (copied(folder, benign) / INDEX).write_text("[" * 100_000)
 
 
-@case("folder")
+@case("folder", passes=("inspect",))
 def remote_code(folder: Path, benign: Benign) -> None:
     """an architecture of its own, whose Python file leaves a trace when it is imported"""
     configured(folder, benign, model_type="evil", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})

@@ -74,6 +74,7 @@ class InLog:
     def _enter(self) -> None:
         self._active += 1
         if self._active == 1:
+            self._last = self._clock()
             self._over = threading.Event()
             threading.Thread(target=self._watch, args=(self._over,), daemon=True).start()
 
