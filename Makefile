@@ -110,7 +110,7 @@ train: .venv/ready
 # The packages of extras, without building the native module again.
 EXTRAS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
   print(*(package for name in sys.argv[1:] for package in extras[name]), sep="\n")
-.venv/test: WANTED := convert ct genai mlx test triton
+.venv/test: WANTED := convert ct genai mlx serve test triton
 .venv/test-all: WANTED := ray docs
 .venv/lint: WANTED := lint
 .venv/docs: WANTED := docs

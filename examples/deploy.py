@@ -24,7 +24,7 @@ def main(model: str, folder: Path) -> int:
     print("file             bytes      run by        KL       same top token")
     verdicts = []
     for file in files:
-        verdict = fewbits.verify(file, model, tokens=512, max_kl=0.05, floor=False)
+        verdict = fewbits.verify(file, model, tokens=512, max_kl=0.05, no_floor=True)
         verdicts.append(verdict)
         print(f"{file.name:<15} {verdict.bytes:>9,}  {verdict.runtime:<12} {verdict.kl_mean:.5f}  {verdict.top1_agreement:.1%}")
 

@@ -14,7 +14,9 @@ from fewbits.planning.decision import Budget, decide
 from fewbits.reporting.results import frontiers
 from fewbits.reporting.results.distributions import BINS
 from fewbits.reporting.schema import Distribution, Gathered, Hash, Histogram, Input, KernelUse, MemoryUse, Reproduction, Source
+from fewbits.targets.running import Command, HowToRun
 from fewbits.verification import metrics
+from fewbits.verification.answers import Answer
 from fewbits.verification.forecast.block_errors import Accumulation, BlockError
 from fewbits.verification.metrics import MeasuredLogits
 
@@ -56,6 +58,9 @@ def _results(limits: Thresholds, seed: int = 0) -> str:
         distributions=tuple(_spread(rng, entry.weight, entry.format) for entry in plan.entries),
         memory=tuple(MemoryUse(n, kv, plan.nbytes, 20 * n, 9_000_000, 18_000_000) for n in (2048, 8192) for kv in ("float", "int8")),
         kernels=(KernelUse("q4_k", "native-avx2", 3, 1000),),
+        how_to_run=HowToRun((Command("a chat in the terminal", "llama-cli -m out/tiny.gguf -c 2048"),), 2048),
+        answers=(Answer("Once upon a", " time there was", " time there lived", 2),),
+        for_size="fewbits quantize tiny-llama -o tiny.gguf --size SIZE",
     )  # fmt: skip
     made = {
         "file": "out/tiny.gguf", "artifact": "out/tiny.gguf.work/artifact", "plan": json.loads(plan.to_json()),
@@ -64,6 +69,19 @@ def _results(limits: Thresholds, seed: int = 0) -> str:
         "decision": decision.to_dict(), "rounds": [],
     }  # fmt: skip
     return json.dumps(made | gathered.to_dict())
+
+
+def comparison() -> dict[str, Any]:
+    """Of `fewbits compare FILE... --against MODEL`: the first of three files is beaten, and one more could not be run."""
+    rows = []
+    for name, bits, kl in (("theirs.gguf", 4.4, 0.02), ("ours.gguf", 4.3, 0.006), ("large.gguf", 8.5, 1e-4)):
+        figures = {"bits_per_weight": bits, "bytes": round(bits * ELEMENTS / 8), "kl_mean": kl, "kl_ci95": [0.9 * kl, 1.1 * kl]}
+        apart = {"to": "large.gguf", "kl": kl - 1e-4, "ci95": [0.9 * kl, 1.1 * kl]} if kl > 1e-4 else None
+        beaten = {"to": "ours.gguf", "kl": 0.014, "ci95": [0.013, 0.015]} if name == "theirs.gguf" else None
+        verdict = results(Thresholds())["verdict"] | figures
+        rows.append({"name": name, "verdict": verdict, "tokens_per_second": 20.0, "to_best": apart, "beaten_by": beaten})
+    refused = [{"file": "x.bin", "reason": "no runtime takes `x.bin`"}]
+    return {"model": "tiny-llama", "tokens": 2048, "machine": "a processor", "compared": rows, "refused": refused}
 
 
 def demonstration() -> dict[str, Any]:

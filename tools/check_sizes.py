@@ -11,7 +11,10 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "fewbits"
 MODULES, PACKAGES = 8, 20  # at the top of the package
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 8
 # The verbs of the command line and of the package have an argument for every option. So has the value that they make of them.
-VERBS = {"calibrate", "compare", "demo", "export", "fit", "formats", "inspect", "measure", "plan", "quantize", "report", "run", "verify"}
+VERBS = {
+    "calibrate", "compare", "compare_files", "demo", "export", "fit", "formats", "inspect", "measure", "plan", "publish", "quantize",
+    "report", "run", "serve", "verify",
+}  # fmt: skip
 VERBS_OF_BENCH = SOURCE / "cli"
 
 

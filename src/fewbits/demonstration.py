@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fewbits import artifact as artifacts
-from fewbits import calibration, embedded, formats, model, planning, sensitivity, targets
+from fewbits import calibration, embedded, formats, planning, sensitivity, targets
+from fewbits import model as models
 from fewbits.artifact import Artifact
 from fewbits.calibration import split
 from fewbits.calibration.folder import Statistics
@@ -64,11 +65,11 @@ class _Written:
     decision: Decision | None  # of a planned one
 
 
-def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int | None = None, progress: Progress[Any] = silent) -> Demo:
-    """The whole way on a small model: a file for each row of the table, run in its runtime and judged. `name`: embedded or smollm2."""
+def demo(out: str | Path = "fewbits-demo", model: str = "embedded", tokens: int | None = None, progress: Progress[Any] = silent) -> Demo:
+    """The whole way on a small model: a file for each row of the table, run in its runtime and judged. `model`: embedded or smollm2."""
     folder = Path(out)
-    source = model.open(_source(name, progress))
-    windows = split.held_out_windows(source, (), None, tokens or (files.TOKENS if name == "embedded" else 4096))
+    source = models.open(_source(model, progress))
+    windows = split.held_out_windows(source, (), None, tokens or (files.TOKENS if model == "embedded" else 4096))
     skipped = tuple(
         f"{r.name}: {reason} (pip install 'fewbits[{r.extra}]')" for r in map(_runtime, targets.all()) if (reason := r.missing())
     )
@@ -83,9 +84,9 @@ def demo(out: str | Path = "fewbits-demo", name: str = "embedded", tokens: int |
         detail = None
         by_row = {(file.format, file.target): (file, row) for file, row in zip(written, judged, strict=True)}
         if reported := next((by_row[key] for key in _REPORTED if key in by_row), None):
-            command = f"fewbits demo -o {shlex.quote(str(out))} --model {name}"
+            command = f"fewbits demo -o {shlex.quote(str(out))} --model {model}"
             detail = _detail(source, *reported, statistics, coverage(samples, source.tokenizer, windows), windows, command, progress)
-    result = Demo(name, str(folder), tuple(judged), skipped, detail)
+    result = Demo(model, str(folder), tuple(judged), skipped, detail)
     results.write(folder, result.to_dict())
     return result
 

@@ -30,6 +30,8 @@ _PACKAGES = {
     "mlx": ("runs folders for Apple silicon, to verify them", "pip install fewbits[mlx]"),
     "mlx-lm": ("says how folders for Apple silicon are laid out", "pip install fewbits[mlx]"),
     "triton": ("compiles the kernels for GPUs", "pip install fewbits[triton]"),
+    "starlette": ("answers requests of `fewbits serve`", "pip install fewbits[serve]"),
+    "uvicorn": ("listens for `fewbits serve`", "pip install fewbits[serve]"),
     "pyarrow": ("reads calibration data in Parquet files", "pip install fewbits[parquet]"),
 }
 _CONVERTER, _LAYS_OUT = "llama.cpp's converter", "lays out GGUF files of architectures beyond fewbits' table"

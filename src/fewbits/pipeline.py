@@ -19,7 +19,8 @@ from fewbits.calibration.importance_matrix import ImportanceMatrix
 from fewbits.calibration.shards import check_shards
 from fewbits.calibration.split import Text
 from fewbits.calibration.text import windows
-from fewbits.errors import InputError
+from fewbits.errors import FewbitsError, InputError
+from fewbits.model.checkpoints import cards
 from fewbits.model.gguf.model import GgufModel
 from fewbits.model.weights import TOWER
 from fewbits.planning.allocation import allocator
@@ -34,9 +35,10 @@ from fewbits.sensitivity.curve import FROM
 from fewbits.sensitivity.errors import measure_errors
 from fewbits.store import executors
 from fewbits.store.cache import open_cache
-from fewbits.targets import pricing
+from fewbits.targets import card, pricing
 from fewbits.targets.gguf.source import open_source
 from fewbits.verification import embeddings, runtimes, sandbox
+from fewbits.verification.answers import answers
 from fewbits.verification.files import Trial, compared_with, verdict_on
 from fewbits.verification.floor import check_floor
 from fewbits.verification.forecast.large_damage import measure_curve
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from fewbits.planning.decision import Decision
     from fewbits.planning.rounds import Round
     from fewbits.progress import Progress
+    from fewbits.reporting.schema import Gathered
     from fewbits.sensitivity.table import Sensitivity
     from fewbits.store.cache import Cache
     from fewbits.store.executors.crew import Crew
@@ -255,14 +258,28 @@ class Run:
             windows=() if asked.no_verify or self.subject.layout or embeddings.given_by(self.source.config) else self.text.windows,
             commands=results.commands(asked), memory=asked.memory, remarks=self.remarks, progress=self.progress,
         )  # fmt: skip
+        gathered = self.with_answers(made, verdict, replace(gathered, for_size=results.for_size(asked)))
         plan, coverage, rewrites = made.prepared.plan, made.prepared.coverage, made.prepared.rewrites
         about = coverage, made.artifact.outcomes, rewrites, decision, rounds, gathered
         result = Quantized(made.path, made.artifact.path, plan, verdict, *about)
+        origin, command = cards.origin_of(self.source.path), results.commands(asked)[0]
+        card.write_all(made.artifact, made.path, asked.target, command, origin, verdict.to_dict() if verdict else None)
         written.record(made.path)
         results.write(asked.work, result.to_dict())
         self.cache.drop_step(REFERENCE)  # large, and soon made again
         self.cache.forget_unused()
         return result
+
+    def with_answers(self, made: OutputFile, verdict: Any, gathered: Gathered) -> Gathered:
+        """A few answers of both models, for a person to read; what stands in the way is said in their place."""
+        asked = self.request
+        if not (verdict and asked.answers) or embeddings.given_by(self.source.config):
+            return gathered
+        try:
+            runtime = runtimes.get(asked.target.runtime)
+            return replace(gathered, answers=answers(made.path, self.subject, self.text.windows, runtime, asked.answers, self.progress))
+        except FewbitsError as failure:
+            return replace(gathered, left_out={**gathered.left_out, "answers": failure.args[0]})
 
 
 def _text(request: Request, source: Model, plan: Plan | None) -> Text:

@@ -5,6 +5,7 @@ Who shows it is in reporting/meanwhile/: bars on a terminal, lines in a log; nob
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +25,22 @@ class Part(NamedTuple):
 
 def silent(items: Iterable[T], total: int, what: str) -> Iterator[T]:  # noqa: ARG001 - the signature of every Progress
     yield from items
+
+
+def by_bars(bar: Callable[..., Any]) -> Progress[Any]:
+    """With the bars of tqdm, or of a class that is called like it: `bar(items, total=..., desc=...)`."""
+
+    def shown(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+        if total == NOTE:
+            getattr(bar, "write", print)(what, file=sys.stderr)
+            return
+        steps = bar(items, total=total or None, desc=what)
+        try:
+            yield from steps
+        finally:
+            getattr(steps, "close", lambda: None)()
+
+    return shown
 
 
 def say(progress: Progress[Any], note: str) -> None:

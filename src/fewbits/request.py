@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from fewbits import calibration, methods, planning
 from fewbits.artifact import preparation
 from fewbits.calibration.text.domains import Mix, in_tokens, mixed
+from fewbits.devices.units import bytes_of, parse_tokens
 from fewbits.errors import InputError
 from fewbits.formats import all as all_formats
 from fewbits.formats import get as format_named
+from fewbits.formats import names_of
 from fewbits.formats.runtime import activations as activation_formats
 from fewbits.model.gguf.model import GgufModel
 from fewbits.planning import decision, recipes, rounds, speed, uninformed
@@ -24,9 +26,10 @@ from fewbits.store import executors
 from fewbits.store.files import Staged
 from fewbits.store.untrusted import read_text
 from fewbits.targets import pricing
-from fewbits.targets.export import check_target, output_path, target_for
+from fewbits.targets.export import check_target, output_path, split_bytes, target_for
 from fewbits.targets.gguf.source import MAX_FLOOR, Like, layout_for
 from fewbits.verification import embeddings
+from fewbits.verification.answers import COUNT
 from fewbits.verification.files import TOKENS
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from fewbits.targets import Target
 
 USUAL_STEPS = 200  # of tuning, where it pays: one type for all on the embedded model, KL of iq1_s 0.73 and of iq2_xs 0.82 of untuned
-_BUDGETS = "--size 4.5bpw, --fits 8GB, --max-kl 0.01, --format NAME for one format for all, or --plan FILE"
+_BUDGETS = "`--size 4.5bpw`, `--fits 8GB`, `--max-kl 0.01`, `--format NAME` for one format for all, or `--plan FILE`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class Request:
     model: str | Path
     out: str | Path
     to: str | None = None  # the target; None: it follows from the name of `out`
-    split: int | None = None  # bytes of tensors in each of several GGUF files
+    split_size: str | int | None = None  # of tensors in each of several GGUF files: bytes, or `2GB`
     like: str | Path | None = None  # a float GGUF of the same model, which says how llama.cpp lays it out
     converter: str | None = None  # llama.cpp's converter, which makes one: a folder, a script, or `pip`
     accept_unmatched: bool = False  # matrices of it that are not in the checkpoint are carried over in float, however many
@@ -59,7 +62,7 @@ class Request:
     plan: str | Path | None = None  # a plan.json
     size: str | None = None
     fits: str | None = None  # a device
-    context: int | None = None  # tokens, on that device
+    context: int | None = None  # tokens, on that device; `8k` too, as the command line takes it
     max_kl: float | None = None  # these four: a budget where no other is given, and what the file is judged by
     min_agreement: float | None = None
     max_ppl_ratio: float | None = None
@@ -70,7 +73,7 @@ class Request:
     formats: str | Sequence[str] = ()
     together: str | Sequence[str] = ()
     min_speed: float | None = None
-    bandwidth: float = speed.BANDWIDTH
+    bandwidth: float = speed.BANDWIDTH  # bytes per second, or `30GB/s`
     strategy: str = "solve"
     kv: str | None = None
     activations: str = "none"
@@ -92,14 +95,18 @@ class Request:
     tune: int | None = None  # None: as many steps as pay, which depends on the budget
 
     tokens: int = TOKENS  # to judge on
+    answers: int = COUNT  # of the file and of its source, side by side on the page; 0: none
     no_verify: bool = False
-    memory: int = calibration.MEMORY
+    memory: int = calibration.MEMORY  # bytes, or `1GB`
     executor: str = executors.LOCAL  # who measures and quantizes the weights, with the same bytes
     store: str | None = None
     fresh: bool = False  # without what an earlier run left
     offline: bool = False
 
     def __post_init__(self) -> None:
+        self._read("memory", lambda given: bytes_of(given, "--memory"))
+        self._read("context", parse_tokens)
+        self._read("bandwidth", speed.parse_bandwidth)
         _ = self.workers, self.path, self.budget, self.constraints, self.mix, self.usual_length  # each refuses what is wrong with it
         fixed = [given for given in (self.format, self.plan, self.size, self.fits) if given is not None]
         if len(fixed) > 1 or not (fixed or self.budget.given):
@@ -112,13 +119,18 @@ class Request:
         if not self.has_budget:
             self._check_nothing_ignored()
 
+    def _read(self, name: str, number_of: Callable[[str], float]) -> None:
+        """A number may be given as the text that the command line takes."""
+        if isinstance(given := getattr(self, name), str):
+            object.__setattr__(self, name, number_of(given))
+
     @cached_property
     def workers(self) -> Chosen:
         return executors.parse(self.executor, self.store, {"--sequential": self.sequential, "--tune": self.tune})
 
     @cached_property
     def target(self) -> Target:
-        return target_for(Path(self.out), self.to, self.split)
+        return target_for(Path(self.out), self.to, split_bytes(self.split_size))
 
     @cached_property
     def path(self) -> Path:
@@ -141,7 +153,7 @@ class Request:
     @cached_property
     def constraints(self) -> Constraints:
         return Constraints(
-            listed(self.formats), listed(self.override), listed(self.together), self.strategy, self.kv, self.min_speed, self.bandwidth
+            names_of(self.formats), listed(self.override), listed(self.together), self.strategy, self.kv, self.min_speed, self.bandwidth
         )
 
     @cached_property

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from fewbits import model as models
 from fewbits import pipeline
 from fewbits.artifact import Artifact
-from fewbits.errors import InputError
+from fewbits.errors import InputError, naming_arguments
 from fewbits.inspection import sizes
 from fewbits.planning import accuracy
-from fewbits.reporting.meanwhile import on_terminal
+from fewbits.reporting.meanwhile import on_terminal, shown_by
 from fewbits.targets import export
 from fewbits.verification import metrics
 
@@ -60,11 +60,12 @@ class Workbench:
         exact: bool = False,
         progress: Progress[Any] = on_terminal,
     ) -> None:
-        """`plan`: a plan.json, in the place of a budget. `exact`: inputs of matrix products are not rounded to int8."""
+        """`plan`: a plan.json, in the place of a budget. `exact`: inputs of matrix products are not rounded to int8. `progress`: tqdm,
+        False, or a function."""
         place = Path(folder)
         is_made = (place / "fewbits.json").is_file()
         self.folder = place if is_made else export.output_path(place, export.target_for(place, "fewbits"))
-        self.exact, self._model, self._plan, self._progress = exact, model, plan, progress
+        self.exact, self._model, self._plan, self._progress = exact, model, plan, shown_by(progress)
 
     @cached_property
     def source(self) -> Model:
@@ -88,6 +89,7 @@ class Workbench:
             matrix.exact = self.exact
         return loaded
 
+    @naming_arguments()
     def quantize(self, data: Paths = (), **options: Any) -> Quantized:
         """As `fewbits.quantize`: calibrated with `data`, to a budget (`size=`, `fits=`, `max_kl=`, `format=`) or to the bench's plan."""
         if self._plan is not None:
@@ -131,6 +133,7 @@ class Workbench:
         )
         return Accuracy(sum(hits) / len(hits), sum(hits_base) / len(hits), verdict)
 
+    @naming_arguments()
     def export(self, out: str | Path, to: str | None = None) -> Path:
         return export.export(self.artifact, out, to=to, progress=self._progress)
 

@@ -128,7 +128,7 @@ def test_an_artifact_names_the_machine_where_its_bytes_depend_on_it_and_only_the
     assert rounded.provenance.calibration is None and rounded.provenance.machine is None
     assert machines.here().torch == torch.__version__ and machines.here().threads == 1
     assert machines.here().instructions == torch.backends.cpu.get_cpu_capability()
-    about = contents.inspect(fitted.path, values=False).metadata
+    about = contents.inspect(fitted.path, no_values=True).metadata
     assert (about["machine.threads"], about["machine.torch"]) == (1, torch.__version__)
 
 

@@ -56,7 +56,7 @@ def test_calibrate_tells_how_representative_its_text_is(calibrated: calibration.
 
 
 def test_more_data_drifts_less(calibrated: calibration.Calibrated, tmp_path: Path) -> None:
-    more = fewbits.calibrate(embedded.MODEL, tmp_path / "stats", samples=48, length=128, gradients=False, hessians=False)
+    more = fewbits.calibrate(embedded.MODEL, tmp_path / "stats", samples=48, length=128, no_gradients=True, no_hessians=True)
     by_name = {row.weight: row.importance for row in calibrated.drift}
     ratios = [by_name[row.weight] / row.importance for row in more.drift]
     assert np.median(ratios) > 1.4  # by theory 2: sampling errors fall with the square root of four times the data

@@ -28,7 +28,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> calibration.Calibrat
     (place / "text.txt").write_text(TEXT * 20)
     for name in ("imatrix.gguf", "imatrix.dat"):
         made = fewbits.calibrate(
-            source, place / name.replace(".", "-"), imatrix=place / name, data=place / "text.txt", samples=2, length=32, gradients=False
+            source, place / name.replace(".", "-"), imatrix=place / name, data=place / "text.txt", samples=2, length=32, no_gradients=True
         )
     return made
 

@@ -109,7 +109,7 @@ def test_a_table_of_options_says_what_help_says() -> None:
     """By hand, of one verb: `fewbits run`."""
     table = tool("draw_options").table(tool("draw_options").verbs()["run"])
     assert "| `OUT` | required | A .gguf, an output of quantize, its .work folder or artifact. |" in table
-    assert "| `-n, --max-tokens MAX-TOKENS` | `128` | New tokens, at most. |" in table
+    assert "| `--seed SEED` | `0` | Of the choice, where the temperature is above 0. |" in table
     assert "| `--raw` |  | The prompt as it is, without the chat template. |" in table
 
 

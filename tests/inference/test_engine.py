@@ -16,7 +16,7 @@ from fewbits import model as models
 from fewbits.artifact import Artifact
 from fewbits.devices.processor import native, native_missing
 from fewbits.errors import InputError
-from fewbits.inference import decode_kv_caches, engine, llama
+from fewbits.inference import decode_kv_caches, engine, llama, stepped_model
 from fewbits.inference.decode_matrices import StoredWeight, decode_matrices
 from fewbits.inference.engine import Choice
 from fewbits.progress import silent
@@ -248,7 +248,7 @@ class TestRun:
 
     def test_sampling_follows_its_seed(self, source: models.Model, tmp_path: Path) -> None:
         made = _artifact(source, "q8_0", tmp_path / "packed")
-        texts = [engine.run(made.path, "Return the", max_tokens=12, choice=Choice(1.5, 0.9, seed)).tokens for seed in (1, 1, 2)]
+        texts = [engine.run(made.path, "Return the", max_tokens=12, temperature=1.5, top_p=0.9, seed=seed).tokens for seed in (1, 1, 2)]
         assert texts[0] == texts[1] != texts[2]
         with pytest.raises(InputError, match="top-p"):
             Choice(0.5, 0.0)
@@ -256,8 +256,8 @@ class TestRun:
     def test_top_p_leaves_out_the_unlikely(self) -> None:
         logits = torch.tensor([0.6, 0.3, 0.1]).log()
         generator = torch.Generator().manual_seed(0)
-        assert {engine._next(logits, Choice(1.0, 0.5), generator) for _ in range(50)} == {0}
-        assert {engine._next(logits, Choice(1.0, 0.7), generator) for _ in range(50)} == {0, 1}
+        assert {stepped_model.next_token(logits, Choice(1.0, 0.5), generator) for _ in range(50)} == {0}
+        assert {stepped_model.next_token(logits, Choice(1.0, 0.7), generator) for _ in range(50)} == {0, 1}
 
     def test_text_is_shown_as_it_grows(self, source: models.Model, tmp_path: Path) -> None:
         made, shown = _artifact(source, "q8_0", tmp_path / "packed"), []

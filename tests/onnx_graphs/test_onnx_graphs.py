@@ -290,6 +290,16 @@ def test_two_bits_without_data_are_refused_unless_rounding_is_asked_for(tmp_path
     assert verbs.quantize(tmp_path / "float.onnx", tmp_path / "out.onnx", format="int2_g32_asym", method="rtn").plan.entries
 
 
+def test_a_packed_graph_has_a_model_card(tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+
+    onnx.save(PACKED["matmul"][0], tmp_path / "float.onnx")
+    verbs.quantize(tmp_path / "float.onnx", tmp_path / "out.onnx", format="int8_channel", method="rtn")
+    card = ModelCard.load(tmp_path / "out.onnx.README.md")
+    assert card.data.to_dict()["fewbits_command"] == "fewbits quantize float.onnx -o out.onnx --format int8_channel --method rtn"
+    assert "cosine to float" in card.text and "int8_channel" in card.text and str(tmp_path) not in card.content
+
+
 def test_a_plan_that_was_written_makes_the_same_file(bert: Path, tmp_path: Path) -> None:
     first = verbs.quantize(bert, tmp_path / "a.onnx", format="int4_g32", method="rtn", no_verify=True)
     assert first.verdict is None

@@ -205,7 +205,7 @@ class TestAccuracy:
         work = tmp_path / "model.gguf.work"
         left = {entry.name for entry in work.iterdir()} - {"report.html", "written.json"}
         assert left == {"artifact", "cache", "results.json", "sensitivity.json"}
-        assert [entry.name for entry in tmp_path.iterdir() if entry.name != "model.gguf.work"] == ["model.gguf"]
+        assert {entry.name for entry in tmp_path.iterdir()} == {"model.gguf", "model.gguf.README.md", "model.gguf.work"}
         assert json.loads((work / "results.json").read_text()) == told
         made = Artifact(work / "artifact")
         assert made.plan.nbytes == best["nbytes"] and tensor_bytes(path) == best["nbytes"] + rest_bytes(embedded_model)
@@ -288,7 +288,7 @@ class TestRefusing:
 
     def test_statistics_without_gradients_are_not_enough(self, run: Any, tmp_path: Path) -> None:
         """For a size llama.cpp's importance matrix is: it has no better."""
-        made = fewbits.calibrate(embedded.MODEL, tmp_path / "s", samples=2, length=32, imatrix=tmp_path / "i.gguf", gradients=False)
+        made = fewbits.calibrate(embedded.MODEL, tmp_path / "s", samples=2, length=32, imatrix=tmp_path / "i.gguf", no_gradients=True)
         for known, budget in ((tmp_path / "i.gguf", ("--max-kl", "0.1")), (made.folder, ("--size", "2MB"))):
             code, _, err = run("quantize", embedded.MODEL, "-o", tmp_path / "m.gguf", *budget, "--stats", known)
             assert code == 2 and "gradients" in err and "hint:" in err

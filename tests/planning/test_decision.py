@@ -167,7 +167,7 @@ class TestThresholds:
 
     def test_what_thresholds_cannot_meet_is_refused(self) -> None:
         assert decide(table_of(), GGUF, Budget(size="3bpw")).simple is None  # below 4 bits for all
-        with pytest.raises(InputError, match="no thresholds meet --size 3bpw") as refused:
+        with pytest.raises(InputError, match="no thresholds meet `--size 3bpw`") as refused:
             decide(table_of(), GGUF, Budget(size="3bpw"), Constraints(strategy="threshold"))
         assert "--strategy" in refused.value.hint
         with pytest.raises(InputError, match="no strategy is named `magic`") as refused:

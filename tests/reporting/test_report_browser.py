@@ -98,6 +98,8 @@ def test_the_slider_moves_the_plan(browser: Browser, page: Path) -> None:
     larger = [point for point in results["frontier_plans"]["points"] if point["bytes"] > results["plan"]["bytes"]][1]
     assert f"{larger['bytes'] / 1e6:.2f} MB" in moved
     assert browser.evaluate("document.getElementById('size').getAttribute('aria-valuetext')") == moved
+    beside = results["verdict"]["bytes"] - results["plan"]["bytes"]
+    assert browser.evaluate("document.getElementById('command').textContent").endswith(f"--size {larger['bytes'] + beside}")
     marked = browser.evaluate('document.querySelectorAll(\'[data-chart="map"] g[stroke="currentColor"][aria-label="cell"] rect\').length')
     assert f"{marked} weights in another format" in moved
     browser.evaluate("document.getElementById('mine').click()")
@@ -172,7 +174,7 @@ def test_a_screen_reader_finds_its_way(browser: Browser, page: Path) -> None:
     assert named("slider") == ["Size of the plan"] and named("combobox") == ["Weight"]
     headings = [(node["properties"], node["name"]["value"]) for node in nodes if node["role"]["value"] == "heading"]
     levels = [next(p["value"]["value"] for p in properties if p["name"] == "level") for properties, _ in headings]
-    assert levels == [1] + [2] * (len(levels) - 1) and len(levels) == 9
+    assert levels == [1] + [2] * (len(levels) - 1) and len(levels) == 11
     assert "main" in {node["role"]["value"] for node in nodes} and named("navigation") == ["Contents"]
 
 
@@ -191,3 +193,10 @@ def test_a_demonstration_opens(browser: Browser, tmp_path: Path) -> None:
     browser.hover('[data-chart="files"] g[aria-label="dot"] path', 1)
     assert browser.complaints() == [] and "same next token" in browser.evaluate(TIP % "files")
     browser.screenshot(SCREENSHOTS / "report-demo.png")
+
+
+def test_a_comparison_opens(browser: Browser, tmp_path: Path) -> None:
+    browser.open(written(made_results.comparison(), tmp_path), 1280)
+    browser.hover('[data-chart="files"] g[aria-label="dot"] path', 1)
+    assert browser.complaints() == [] and "same next token" in browser.evaluate(TIP % "files")
+    browser.screenshot(SCREENSHOTS / "report-comparison.png")

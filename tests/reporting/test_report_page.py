@@ -318,3 +318,38 @@ def test_a_list_is_not_taken_for_text_nor_a_text_for_a_list() -> None:
     for damage in ({"reproduction": {"commands": "fewbits"}}, {"reproduction": {"caveat": ["a"]}}, {"notes": ["a"]}, {"kernels": {"a": 1}}):
         with pytest.raises(TypeError):
             checked_json.read(Gathered, written | damage)
+
+
+def test_the_size_under_the_slider_has_its_command(tmp_path: Path) -> None:
+    """What lies beside the weights in the file is added: the command's size is the file's, not the plan's."""
+    results = made_results.results()
+    seen = page_of(results, tmp_path)
+    beside = results["verdict"]["bytes"] - results["plan"]["bytes"]
+    for stop in seen.data["map"]["stops"]:
+        size = made_results.SIZE if stop["mine"] else str(stop["bytes"] + beside)
+        assert stop["command"] == f"fewbits quantize tiny-llama -o tiny.gguf --size {size}"
+    assert f"--size {made_results.SIZE}" in seen.words
+    unverified = page_of(results | {"verdict": None}, tmp_path)
+    other = next(stop for stop in unverified.data["map"]["stops"] if not stop["mine"])
+    assert other["command"].endswith("bpw") and float(other["command"].split()[-1][:-3]) >= other["bits"]
+
+
+def test_the_next_command_and_the_answers_are_there(tmp_path: Path) -> None:
+    said = page_of(made_results.results(), tmp_path).words
+    assert "llama-cli -m out/tiny.gguf -c 2048" in said and "2,048 tokens" in said
+    assert "time there was" in said and "time there lived" in said and "2 tokens" in said
+    left_out = {"answers": "it is too large"}
+    assert "it is too large" in page_of(made_results.results() | {"answers": [], "left_out": left_out}, tmp_path).words
+
+
+def test_a_comparison_has_a_page(tmp_path: Path) -> None:
+    seen = page_of(made_results.comparison(), tmp_path)
+    assert "On the frontier, where no other file is both smaller and closer: ours.gguf and large.gguf." in seen.words
+    assert "x.bin" in seen.words and "no runtime takes" in seen.words and "On each kind of text" in seen.words
+    assert {row["name"]: row["planned"] for row in seen.data["files"]} == {"theirs.gguf": False, "ours.gguf": True, "large.gguf": True}
+
+
+@pytest.mark.parametrize("damage", [{"compared": 3}, {"compared": [{"name": "x"}]}, {"tokens": "many"}])
+def test_a_damaged_comparison_is_refused(damage: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no results"):
+        page_of(made_results.comparison() | damage, tmp_path)

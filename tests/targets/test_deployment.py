@@ -238,4 +238,4 @@ class TestCommandLine:
 
     def test_split_goes_with_gguf_alone(self, mixed: Artifact, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="split-size"):
-            export.export(mixed, tmp_path / "x", to="onnx", split=1000)
+            export.export(mixed, tmp_path / "x", to="onnx", split_size=1000)

@@ -145,7 +145,7 @@ def test_quantizing_an_encoder_ends_with_a_verdict_on_its_embeddings(pooled: boo
     assert isinstance(found, EmbeddingVerdict) and isinstance(rough, EmbeddingVerdict)
     assert found.passed and found.runtime == "llama.cpp" and found.pooling == ("mean" if pooled else None)
     assert not rough.passed and rough.cosine_mean < found.cosine_mean < (found.cosine_floor or 0) <= 1 + 1e-9
-    again = files.verify(tmp_path / "q8_0.gguf", folder, tokens=1024, floor=False)
+    again = files.verify(tmp_path / "q8_0.gguf", folder, tokens=1024, no_floor=True)
     assert isinstance(again, EmbeddingVerdict) and again.cosine_mean == found.cosine_mean
     made = files.verify(tmp_path / "q8_0.gguf.work" / "artifact", folder, tokens=1024)
     assert isinstance(made, EmbeddingVerdict) and made.runtime == "torch" and made.cosine_mean > 0.999

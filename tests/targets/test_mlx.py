@@ -191,7 +191,7 @@ def test_experts_become_one_layer(name: str, tmp_path: Path) -> None:
     _, config = MIXTURES[name]
     source = source_of(config, tmp_path / "source")
     made = made_of(source, uniform(source, "affine4_g32"), tmp_path)
-    stacks = {t.name: t.shape for t in inspection.inspect(made.path, values=False).tensors if "switch_mlp" in t.name}
+    stacks = {t.name: t.shape for t in inspection.inspect(made.path, no_values=True).tensors if "switch_mlp" in t.name}
     width = getattr(config, "moe_intermediate_size", config.intermediate_size)
     assert len(stacks) == 3 * SIZES["num_hidden_layers"]
     assert {shape for layer, shape in stacks.items() if layer.endswith("gate_proj")} == {(4, width, SIZES["hidden_size"])}

@@ -74,7 +74,7 @@ def test_weights_move_the_bits_to_a_kind(texts: dict[str, Path], tmp_path: Path)
     for favoured, weights in (("prose", {"prose": 15}), ("code", {"code": 15})):
         how: dict[str, Any] = {"format": "q3_k", "method": "gptq", "tune": 0, "samples": 16, "length": 64, "no_verify": True}
         made = fewbits.quantize(embedded.MODEL, tmp_path / "m.gguf", data=data, weights=weights, **how)
-        found: Any = fewbits.verify(made.path, embedded.MODEL, data=judged, length=64, tokens=1008, floor=False)
+        found: Any = fewbits.verify(made.path, embedded.MODEL, data=judged, length=64, tokens=1008, no_floor=True)
         kl[favoured] = {each.name.removesuffix("-test"): each.kl_mean for each in found.domains}
     assert kl["code"]["code"] < 0.8 * kl["prose"]["code"]
     assert kl["prose"]["prose"] < 0.8 * kl["code"]["prose"]

@@ -30,6 +30,7 @@ from fewbits.artifact import manifest, stand_in
 from fewbits.artifact.manifest import Manifest, Provenance
 from fewbits.errors import InputError
 from fewbits.model import limits
+from fewbits.model.checkpoints import cards
 from fewbits.model.gguf import metadata
 from fewbits.progress import silent
 from fewbits.store.dtypes import DTYPES
@@ -125,7 +126,7 @@ class Artifact:
 
     def save_assets(self, folder: Path) -> None:
         """Config, tokenizer and the like as the source had them, without the weights and fewbits' files: for targets that are folders."""
-        left_out = {manifest.NAME, manifest.INDEX, PLAN, *self.manifest.shards}
+        left_out = {manifest.NAME, manifest.INDEX, PLAN, cards.NAME, *self.manifest.shards}
         for file in sorted(self.path.iterdir()):
             if file.is_file() and file.name not in left_out:
                 shutil.copyfile(inside(self.path, file), folder / file.name)

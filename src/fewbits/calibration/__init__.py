@@ -29,6 +29,7 @@ from fewbits.calibration.text.coverage import Coverage, coverage
 from fewbits.calibration.text.documents import documents
 from fewbits.calibration.text.domains import mixed
 from fewbits.calibration.text.windows import window_length, windows
+from fewbits.devices.units import bytes_of
 from fewbits.model import Model
 from fewbits.model.gguf import architectures
 from fewbits.progress import say, silent
@@ -49,6 +50,12 @@ class Calibrated:
     coverage: Coverage
     drift: tuple[drift.Drift, ...]  # per weight, how far more data would still change its statistics
 
+    def __str__(self) -> str:
+        text, warnings = self.coverage, len(self.coverage.warnings)
+        said = "no warnings" if not warnings else f"{warnings} warning{'s' * (warnings > 1)}: {text.warnings[0]}"
+        seen = f"{text.samples} samples, {text.tokens} tokens, {text.vocabulary_seen:.0%} of the vocabulary"
+        return f"{self.folder}: statistics of {self.statistics.about['model']}\n{seen}\n{said}"
+
     def to_dict(self) -> dict[str, object]:
         about = {key: self.statistics.about[key] for key in ("model", "model_sha256", "runs", "options", "experts")}
         rows = [asdict(row) for row in self.drift]
@@ -65,9 +72,9 @@ def calibrate(
     length: int | str | Mapping[str, int] | None = None,
     seed: int = 0,
     held_out: Paths = (),
-    hessians: bool = True,
-    gradients: bool = True,
-    memory: int = MEMORY,
+    no_hessians: bool = False,
+    no_gradients: bool = False,
+    memory: str | int = MEMORY,
     merge: Paths = (),
     imatrix: str | Path | None = None,
     shards: int = 1,
@@ -91,7 +98,7 @@ def calibrate(
     evaluation = windows(text, source.tokenizer, window_length(source.config, None))
     seen = coverage(drawn, source.tokenizer, evaluation)
     check_shards(drawn, shards)
-    options = CollectOptions(memory, hessians, gradients)
+    options = CollectOptions(bytes_of(memory, "--memory"), not no_hessians, not no_gradients)
     work = Path(out).with_name(f"{Path(out).name}.work")  # removed at the end
     with open_cache(work, progress=progress) as cache, executors.open_crew(workers, source, source.path, offline) as crew:
         new = work / "new" if merge else Path(out)

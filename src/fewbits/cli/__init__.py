@@ -23,9 +23,11 @@ from fewbits.cli import (
     inspect,
     measure,
     plan,
+    publish,
     quantize,
     report,
     run,
+    serve,
     signals,
     verify,
 )
@@ -36,8 +38,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 for verb in (  # in the order of --help
-    demo.demo, fit.fit, quantize.quantize, verify.verify, run.run, export.export, report.report, inspect.inspect, formats.formats,
-    compare.compare, calibrate.calibrate, measure.measure, plan.plan, doctor.doctor,
+    demo.demo, fit.fit, quantize.quantize, verify.verify, run.run, serve.serve, export.export, publish.publish, report.report,
+    inspect.inspect, formats.formats, compare.compare, calibrate.calibrate, measure.measure, plan.plan, doctor.doctor,
 ):  # fmt: skip
     app.command()(verb)
 app.add_typer(bench.bench, name="bench")

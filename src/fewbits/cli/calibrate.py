@@ -46,7 +46,7 @@ def calibrate(
         note_default_text(model, "calibrated")
     result = run(
         model, out, data=data or (), samples=samples, weights=weights, length=length, seed=seed, held_out=held_out or (),
-        hessians=not no_hessians, gradients=not no_gradients, memory=options.bytes_of(memory), merge=merge or (), imatrix=imatrix,
+        no_hessians=no_hessians, no_gradients=no_gradients, memory=options.bytes_of(memory), merge=merge or (), imatrix=imatrix,
         executor=executor, store=store, shards=shards, offline=offline,
         progress=progress_for(as_json, quiet),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fewbits.cli.options import Json, Quiet, SplitSize, To, split_bytes
+from fewbits.cli.options import Json, Quiet, SplitSize, To
 from fewbits.cli.output import progress_for, show_json
 
 
@@ -22,10 +22,16 @@ def export(
     """One artifact, any target that accepts its formats."""
     from fewbits.inspection.sizes import size_of
     from fewbits.reporting.terminal import console, size
+    from fewbits.reporting.terminal.next_commands import show
+    from fewbits.targets import card
     from fewbits.targets.export import export as run
+    from fewbits.targets.export import how_to_run_exported
 
-    path = run(artifact, out, to=to, split=split_bytes(split_size), progress=progress_for(as_json, quiet))
+    path = run(artifact, out, to=to, split_size=split_size, progress=progress_for(as_json, quiet))
+    how = how_to_run_exported(artifact, path, to, split_size)
     if as_json:
-        show_json({"file": str(path), "bytes": size_of(path)})
+        show_json({"file": str(path), "bytes": size_of(path), "card": str(card.place(path)), "how_to_run": how.to_dict()})
     elif not quiet:
         console.print(f"wrote {path} ({size(size_of(path))})")
+        console.print(f"the model card: {card.place(path)}")
+        show(how)

@@ -20,5 +20,5 @@ def inspect(
     from fewbits.inspection.contents import inspect as run
     from fewbits.reporting.terminal import inspection
 
-    result = run(path, not no_values, progress_for(as_json, False))
+    result = run(path, no_values, progress_for(as_json, False))
     show_data(result, inspection.tensors, as_json)

@@ -107,7 +107,3 @@ def bytes_of(text: str, option: str = "--memory") -> int:
     from fewbits.devices.units import parse_memory
 
     return parse_memory(text, option)
-
-
-def split_bytes(text: str | None) -> int | None:
-    return None if text is None else bytes_of(text, "--split-size")

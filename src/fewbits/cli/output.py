@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +22,7 @@ def progress_for(as_json: bool, quiet: bool) -> Progress[Any]:
 
     if as_json or quiet:
         return silent
-    return meanwhile.on_terminal if sys.stderr.isatty() else meanwhile.in_log
+    return meanwhile.shown()
 
 
 def show(result: T, table: Callable[[T], None], as_json: bool, quiet: bool = False) -> None:

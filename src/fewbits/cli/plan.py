@@ -43,7 +43,7 @@ def plan(
     decision = run(
         model, sensitivity, to=to, size=size, fits=fits, context=context, max_kl=max_kl, min_agreement=min_agreement,
         max_ppl_ratio=max_ppl_ratio, formats=options.names_of(formats), override=override or (), together=together or (),
-        min_speed=min_speed, bandwidth=parse_bandwidth(bandwidth), strategy=strategy, kv=kv, edited=edited,
+        min_speed=min_speed, bandwidth=parse_bandwidth(bandwidth), strategy=strategy, kv=kv, plan=edited,
     )  # fmt: skip
     reasons = [explained(decision, name) for name in explain or ()]  # before anything is written: a name may be wrong
     if out:

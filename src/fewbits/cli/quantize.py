@@ -67,6 +67,7 @@ def quantize(
     requantize: Annotated[
         bool, typer.Option("--requantize", help="MODEL may be a GGUF that is quantized already: it is then the reference.")
     ] = False,
+    answers: Annotated[int, typer.Option("--answers", min=0, help="Answers of the file and its source side by side on the page.")] = 3,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Write the file without running it.")] = False,
     executor: options.Executor = "local",
     store: options.Store = None,
@@ -98,14 +99,14 @@ def quantize(
     if not (all(text_given.values()) or as_json or quiet):
         note_default_text(model, " and ".join(step for step, given in text_given.items() if not given))
     result = run(
-        model, out, to=to, split=options.split_bytes(split_size), size=size, fits=fits, context=context, format=format, plan=plan,
+        model, out, to=to, split_size=split_size, size=size, fits=fits, context=context, format=format, plan=plan,
         override=override or (), formats=options.names_of(formats), together=together or (), min_speed=min_speed,
         bandwidth=parse_bandwidth(bandwidth), strategy=strategy, rounds=rounds, method=method, data=data or (), held_out=held_out or (),
         stats=stats, samples=samples, seed=seed, rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv,
         weights=weights, memory=options.bytes_of(memory), max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
         min_cosine=min_cosine, length=length, tokens=tokens, no_verify=no_verify, executor=executor, store=store, shards=shards,
         fresh=fresh, offline=offline, like=like, converter=converter, accept_unmatched=accept_unmatched, max_floor=max_floor,
-        imatrix=imatrix, requantize=requantize, progress=progress_for(as_json, quiet),
+        imatrix=imatrix, requantize=requantize, answers=answers, progress=progress_for(as_json, quiet),
     )  # fmt: skip
     show(result, quantized.show, as_json, quiet)
     raise typer.Exit(0 if result.verdict is None or result.verdict.passed else 1)

@@ -1,20 +1,34 @@
-"""`fewbits run`: text from an artifact."""
+"""`fewbits run`: text from an artifact; without a prompt, a chat."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fewbits.cli.chat import chat
 from fewbits.cli.options import Json, Quiet, tokens_of
 from fewbits.cli.output import progress_for, show_json
+from fewbits.errors import InputError
+from fewbits.inference.generated import Choice
+from fewbits.inference.text_model import Limits
+
+_NO_LIMIT = 1 << 30  # tokens of an answer in a chat: its context ends it
 
 
 def run(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A .gguf, an output of quantize, its .work folder or artifact.")],
-    prompt: Annotated[str, typer.Argument(help="What to continue, or to answer where the model has a chat template.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="New tokens, at most.")] = 128,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="What to continue, or to answer where the model has a chat template; - reads stdin. Without it: a chat."),
+    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="What the model is told first, where it has a chat template.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option("--max-tokens", "-n", min=1, help="New tokens, at most. Default: 128; in a chat, what the context has room for."),
+    ] = None,
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", help="Choose among the likeliest that make up this share.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of the choice, where the temperature is above 0.")] = 0,
@@ -28,15 +42,21 @@ def run(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Generate text with fewbits' own kernels."""
-    from fewbits.inference.engine import Choice
+    """Generate text, or chat, with fewbits' own kernels (with mlx-lm or onnxruntime-genai where a folder is for them)."""
     from fewbits.inference.engine import run as generate
     from fewbits.reporting.terminal import generation
 
+    progress = progress_for(as_json, quiet)
+    if prompt is None:
+        if as_json:
+            raise InputError("`--json` needs a prompt", "give one, or `-` to read it from stdin")
+        limits = Limits(max_tokens or _NO_LIMIT, Choice(temperature, top_p, seed))
+        chat(out, limits, system=system, raw=raw, context=context, kv=kv, stats=stats, progress=progress)
+        return
     shown = None if as_json or quiet else generation.stream
     generated = generate(
-        out, prompt, max_tokens=max_tokens, choice=Choice(temperature, top_p, seed), raw=raw, context=context, kv=kv, on_text=shown,
-        progress=progress_for(as_json, quiet),
+        out, sys.stdin.read() if prompt == "-" else prompt, max_tokens=max_tokens or 128, temperature=temperature, top_p=top_p, seed=seed,
+        system=system, raw=raw, context=context, kv=kv, on_text=shown, progress=progress,
     )  # fmt: skip
     if as_json:
         show_json(generated.to_dict())

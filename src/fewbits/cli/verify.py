@@ -51,7 +51,7 @@ def verify(
         note_default_text(against, "judged")
     verdict = run(
         path, against, data=data or (), weights=weights, runtime=runtime, max_kl=max_kl, min_agreement=min_agreement,
-        max_ppl_ratio=max_ppl_ratio, min_cosine=min_cosine, length=length, tokens=tokens, floor=not no_floor,
+        max_ppl_ratio=max_ppl_ratio, min_cosine=min_cosine, length=length, tokens=tokens, no_floor=no_floor,
         memory=options.bytes_of(memory), like=like, offline=offline, progress=progress_for(as_json, quiet),
     )  # fmt: skip
     show(verdict, verdicts.show, as_json, quiet)

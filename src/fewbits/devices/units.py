@@ -15,6 +15,15 @@ _UNITS: dict[str, int] = {"": 1, "B": 1} | {
 _EXAMPLES = "for example `8GB`, `900MiB` or `8000000000`"
 
 
+def size(nbytes: float) -> str:
+    """Three digits at least: 950 B, 7.42 MB, 271 MB."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} GB"
+
+
 def parse_tokens(text: str | int, option: str = "--context") -> int:
     """Tokens from `8192`, `8k` (8192, as contexts are named) or `1M` (2^20)."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KM]?)", str(text).strip().replace(",", ""), re.IGNORECASE | re.ASCII)
@@ -22,6 +31,11 @@ def parse_tokens(text: str | int, option: str = "--context") -> int:
     if tokens < 1 or tokens.denominator != 1:
         raise InputError(f"`{option} {text}` is not a number of tokens", "for example `8192`, `8k` or `128k`")
     return int(tokens)
+
+
+def bytes_of(given: str | int, option: str) -> int:
+    """A number of bytes, or a text that says one."""
+    return given if isinstance(given, int) else parse_memory(given, option)
 
 
 def parse_memory(text: str, option: str = "--fits", hint: str = _EXAMPLES) -> int:

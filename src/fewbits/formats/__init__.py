@@ -13,6 +13,7 @@ import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -135,6 +136,11 @@ def get(name: str) -> Format:
     if name.lower() in known:
         return known[name.lower()]
     raise InputError(f"no format is named `{name}`", _nearest(name.lower(), list(known)))
+
+
+def names_of(given: str | Sequence[str]) -> tuple[str, ...]:
+    """A list, or one text with commas, as the command line has it."""
+    return tuple(name.strip() for name in given.split(",") if name.strip()) if isinstance(given, str) else tuple(given)
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -1,95 +1,82 @@
-"""`fewbits run`: generates text from an artifact with fewbits' kernels.
+"""`fewbits run`: generates text from a file with fewbits' kernels, or with the runtime that a folder is for.
 
 The Llama family has a native decoder; transformers runs every other architecture, with the same kernels for its products.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import InputError
-from fewbits.inference.generated import Choice, Generated, Stats, peak_memory
+from fewbits.inference.generated import Choice, Generated, Stats
+from fewbits.inference.stepped_model import Engine, SteppedModel
+from fewbits.inference.text_model import ROOM, Continuation, Limits, TextModel, prompt_tokens
 from fewbits.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fewbits.artifact import Artifact
 
-__all__ = ["Choice", "Engine", "Generated", "Stats", "open_engine", "run"]
-
-
-class Engine(Protocol):
-    """A loaded model and the KV cache of one text."""
-
-    def prompt(self, tokens: list[int], every: bool = True) -> Tensor: ...  # -> (tokens, vocabulary); without `every`, at least the last
-    def step(self, token: int) -> Tensor: ...  # -> (vocabulary,)
-    def kernels_used(self) -> list[str]: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def cache_bytes(self) -> int: ...
+__all__ = ["Choice", "Engine", "Generated", "Stats", "open_engine", "open_model", "run"]
 
 
 def run(
-    folder: str | Path,
+    out: str | Path,
     prompt: str,
     *,
     max_tokens: int = 128,
-    choice: Choice | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    system: str | None = None,
     raw: bool = False,
     context: int | None = None,
     kv: str | None = None,
     on_text: Callable[[str], None] | None = None,
     progress: Progress[Any] = silent,
 ) -> Generated:
-    """Continue a prompt with the packed weights of an artifact, or of a GGUF of anybody.
+    """Continue a prompt with the packed weights of an artifact, of a GGUF of anybody, or of a folder for mlx-lm or onnxruntime-genai.
 
-    `raw`: the prompt without the model's chat template. `kv`: the format of the KV cache, by default the plan's.
+    `temperature` 0 takes the likeliest token. `system`: said before the prompt, where the model has a chat template; `raw`: the prompt
+    without it. `kv`: the format of the KV cache, by default the plan's. `on_text` is called with each piece of text as it comes.
     """
-    import torch
+    limits = Limits(max_tokens, Choice(temperature, top_p, seed))
+    model = open_model(Path(out), context=context, kv=kv, progress=progress)
+    continuation = Continuation(model, prompt_tokens(model.tokenizer, prompt, system, raw), limits)
+    for text in continuation:
+        if on_text:
+            on_text(text)
+    return continuation.generated()
 
-    from fewbits.inference import mlx_folder
 
-    if mlx_folder.takes(Path(folder)):
-        return mlx_folder.run(Path(folder), prompt, max_tokens, choice or Choice(), raw=raw, kv=kv, on_text=on_text)
-    artifact = _opened(Path(folder)).expect_modules()
-    tokens = _prompt_tokens(artifact.tokenizer, prompt, raw)
-    if not tokens:
-        raise InputError("the prompt has no tokens", "give some text")
-    engine, name = open_engine(artifact, kv, context or len(tokens) + max_tokens, progress)
-    stops = _stops(artifact)
-    started = time.perf_counter()
-    logits = engine.prompt(tokens, every=False)[-1]
-    if not logits.isfinite().all():
-        artifact.check(progress)  # raises with the name of a weight that is not finite, if there is one
-        raise InputError("the logits are not finite", "the model overflows on this text, or the artifact is damaged")
-    first = time.perf_counter()
-    new, steps = list[int](), -1  # the first token comes from the logits of the prompt
-    streamed = _StreamedText(artifact.tokenizer, on_text)
-    for token in _sampled(engine, logits, max_tokens, choice or Choice()):
-        steps += 1
-        if token in stops:
-            break
-        new.append(token)
-        streamed.add(token)
-    ended = time.perf_counter()
-    stats = Stats(
-        engine=name,
-        prompt_tokens=len(tokens),
-        new_tokens=len(new),
-        prompt_tokens_per_second=len(tokens) / (first - started),
-        tokens_per_second=steps / (ended - first) if steps > 0 else None,
-        weight_bytes=engine.nbytes,
-        cache_bytes=engine.cache_bytes,
-        peak_memory_bytes=peak_memory(),
-        threads=torch.get_num_threads(),
-        kernels=tuple(engine.kernels_used()),
+def open_model(path: Path, *, context: int | None, kv: str | None, progress: Progress[Any]) -> TextModel:
+    """`context` None: room for what the first text needs."""
+    from fewbits.inference import genai_folder, mlx_folder
+
+    if mlx_folder.takes(path):
+        return mlx_folder.opened(path, context, kv)
+    if genai_folder.takes(path):
+        return genai_folder.opened(path, context, kv)
+    artifact = _opened(path).expect_modules()
+    return SteppedModel(
+        artifact.tokenizer,
+        _ends(artifact),
+        lambda room: open_engine(artifact, kv, room, progress),
+        context,
+        getattr(artifact.config, "max_position_embeddings", None),
+        on_infinite=lambda: artifact.check(progress),  # raises with the name of a weight that is not finite, if there is one
     )
-    return Generated(streamed.all(), tuple(new), "length" if len(new) == max_tokens else "end", stats)
+
+
+def open_for_texts(path: Path, *, context: int | None, kv: str | None, progress: Progress[Any]) -> TextModel:
+    """For any number of texts, loaded at once; by default with room for 4096 tokens, or as many as the model takes."""
+    model = open_model(path, context=context, kv=kv, progress=progress)
+    if model.context is None:
+        model.context = min(ROOM, model.longest or ROOM)
+    if isinstance(model, SteppedModel):
+        model.load()
+    return model
 
 
 def _opened(path: Path) -> Artifact:
@@ -122,56 +109,7 @@ def open_engine(artifact: Artifact, kv: str | None, context: int, progress: Prog
         return TransformersEngine(artifact.as_folder(Path(scratch) / "artifact")), f"transformers: {reason}"
 
 
-def _sampled(engine: Engine, logits: Tensor, count: int, choice: Choice) -> Iterator[int]:
-    import torch
-
-    generator = torch.Generator().manual_seed(choice.seed)
-    for i in range(count):
-        token = _next(logits, choice, generator)
-        yield token
-        if i + 1 < count:
-            logits = engine.step(token)
-
-
-def _next(logits: Tensor, choice: Choice, generator: Any) -> int:
-    import torch
-
-    if choice.temperature == 0:
-        return int(logits.argmax())
-    likely, order = torch.softmax(logits.float() / choice.temperature, -1).sort(descending=True)
-    before = likely.cumsum(-1) - likely
-    likely = likely.where(before < choice.top_p, 0.0)  # never drops the likeliest
-    return int(order[torch.multinomial(likely, 1, generator=generator)])
-
-
-class _StreamedText:
-    """Text as it grows. A token may end inside a character: it is shown when the character is complete."""
-
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None) -> None:
-        self._tokenizer, self._on_text, self._tokens, self._length = tokenizer, on_text, list[int](), 0
-
-    def all(self) -> str:
-        return str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
-
-    def add(self, token: int) -> None:
-        self._tokens.append(token)
-        if self._on_text is None:
-            return
-        text = self.all()
-        if not text.endswith("\ufffd"):
-            self._on_text(text[self._length :])
-            self._length = len(text)
-
-
-def _prompt_tokens(tokenizer: Any, prompt: str, raw: bool) -> list[int]:
-    if raw or not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer(prompt)["input_ids"])
-    message = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _stops(artifact: Artifact) -> set[int]:
+def _ends(artifact: Artifact) -> set[int]:
     from transformers import GenerationConfig
 
     settings = [artifact.config, artifact.tokenizer]

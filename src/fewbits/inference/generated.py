@@ -20,6 +20,9 @@ class Choice:
             raise InputError("the temperature is at least 0 and top-p a share up to 1", "0 and 1 are the defaults")
 
 
+GREEDY = Choice()
+
+
 @dataclass(frozen=True)
 class Stats:
     engine: str  # "native", or "transformers: " and the reason
@@ -42,6 +45,12 @@ class Generated:
     tokens: tuple[int, ...]
     stopped: str  # "end" (of the text) or "length"
     stats: Stats
+
+    def __str__(self) -> str:
+        """The text is in `text`; here it is one line."""
+        made, rate = self.stats, self.stats.tokens_per_second
+        speed = f", {rate:.3g} tokens/s" if rate else ""
+        return f"{' '.join(self.text.split())}\n{made.prompt_tokens} tokens read, {made.new_tokens} written{speed}\n{made.engine}"
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)

@@ -19,6 +19,8 @@ from fewbits.inference.decode_kv_caches import HalfCache, PackedCaches, unsuppor
 from fewbits.inference.decode_matrices import DecodeMatrix, StoredWeight, decode_matrices, rows_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from fewbits.artifact import Artifact
@@ -114,9 +116,22 @@ class LlamaDecoder:
     def kernels_used(self) -> list[str]:
         return sorted({f"{matrix.format}: {matrix.runs_on}" for matrix in self._matrices})
 
-    def prompt(self, tokens: list[int], every: bool = True) -> Tensor:  # -> (tokens, vocabulary)
-        """Logits at every position, or only at the last of each chunk."""
-        return torch.cat([self._run_chunk(chunk, every) for chunk in self._chunks(tokens)])
+    def prompt(self, tokens: list[int], every: bool = True, between: Callable[[], None] | None = None) -> Tensor:
+        """Logits at every position (tokens, vocabulary), or only at the last of each chunk. `between` is called before each chunk."""
+        found = []
+        for chunk in self._chunks(tokens):
+            if between:
+                between()
+            found.append(self._run_chunk(chunk, every))
+        return torch.cat(found)
+
+    def rewind(self, tokens: int) -> int:
+        """Keeps the first `tokens` of the text; none of a packed cache, which closes groups of tokens as they come."""
+        if tokens < self.position and isinstance(self._cache, HalfCache):
+            self.position = tokens
+        elif tokens < self.position or tokens == 0:  # also when nothing was read to its end
+            self.forget()
+        return self.position
 
     def forget(self) -> None:
         """Empties the cache, for another text."""

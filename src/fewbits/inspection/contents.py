@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fewbits.devices.units import size
 from fewbits.errors import InputError
 from fewbits.inspection.distributions import Values, distribution
 from fewbits.model import checkpoints
@@ -68,6 +69,12 @@ class Inspection:
     def tensor_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def __str__(self) -> str:
+        types = ", ".join(f"{each.tensors} {each.type}" for each in self.types) or "none"
+        infinite = sum(bool(tensor.values and tensor.values.nonfinite) for tensor in self.tensors)
+        read = f"{infinite} with values that are not finite" if any(tensor.values for tensor in self.tensors) else "values were not read"
+        return f"{self.path}: {self.kind}, {size(self.nbytes)}\n{len(self.tensors)} tensors: {types}\n{read}"
+
     def to_dict(self) -> dict[str, object]:
         return asdict(self) | {"tensor_bytes": self.tensor_bytes, "types": [asdict(each) for each in self.types]}
 
@@ -76,7 +83,7 @@ class Inspection:
 Loadable = tuple[TensorInfo, Callable[[], Any] | None]
 
 
-def inspect(path: str | Path, values: bool = True, progress: Progress[Loadable] = silent) -> Inspection:
+def inspect(path: str | Path, no_values: bool = False, progress: Progress[Loadable] = silent) -> Inspection:
     """Reads headers; with `values` every tensor once, one at a time."""
     path = Path(path)
     if (path / "fewbits.json").is_file():
@@ -104,8 +111,8 @@ def inspect(path: str | Path, values: bool = True, progress: Progress[Loadable] 
     size = sum(p.stat().st_size for p in path.iterdir() if p.is_file()) if path.is_dir() else path.stat().st_size
     tensors = sorted(tensors, key=lambda each: counted(each[0].name))
     infos = []
-    for info, load in progress(tensors, len(tensors), "reading") if values else tensors:
-        infos.append(replace(info, values=distribution(load()) if values and load else None))
+    for info, load in tensors if no_values else progress(tensors, len(tensors), "reading"):
+        infos.append(replace(info, values=distribution(load()) if load and not no_values else None))
     return Inspection(hub.name_of(path), kind, size, metadata, tuple(infos))
 
 

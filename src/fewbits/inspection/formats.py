@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -64,6 +65,14 @@ class Comparison:
     weights: tuple[Granularity, ...]
     formats: tuple[FormatRow, ...]
 
+    def __str__(self) -> str:
+        channel = [each.channel_ratio for each in self.weights]
+        ratio = f"{math.fsum(channel) / len(channel):.3g} of its error per channel" if channel else "no weight"
+        errors = sorted((row.error, row.format) for row in self.formats if row.error is not None)
+        least = ", ".join(f"{name} {error:.3g}" for error, name in errors[:5]) or "none"
+        first = f"{len(self.weights)} weights in {len(self.formats)} formats"
+        return f"{first}\n{self.bits} bits with one scale for a tensor, and {ratio} on average\nleast relative error: {least}"
+
     def to_dict(self) -> dict[str, object]:
         rows = [asdict(g) | {"channel_ratio": g.channel_ratio, "group_ratio": g.group_ratio} for g in self.weights]
         return {"bits": self.bits, "weights": rows, "formats": [asdict(row) for row in self.formats]}
@@ -72,7 +81,7 @@ class Comparison:
 def compare(
     model: str | Path | Model,
     weight: str | None = None,
-    formats: Sequence[str] | None = None,
+    formats: str | Sequence[str] | None = None,
     bits: int = 4,
     offline: bool = False,
     progress: Progress[Weight] = silent,
@@ -82,12 +91,13 @@ def compare(
     try:
         chosen = [w for w in model.weights if weight is None or re.search(weight, w.name)]
     except re.error as failure:
-        raise InputError(f"`{weight}` is not a regular expression: {failure}", "for example --weight 'layers.0'") from failure
+        raise InputError(f"`{weight}` is not a regular expression: {failure}", "for example `--weight 'layers.0'`") from failure
     if not chosen:
         raise InputError(f"`{weight}` matches no weight", f"names look like `{model.weights[len(model.weights) // 2].name}`")
     if bits not in range(2, 9):
         raise InputError(f"`--bits {bits}` is not between 2 and 8", "4 and 8 are the usual ones")
-    fmts = list(known.all().values()) if formats == ["all"] else [known.get(name) for name in formats or USUAL]
+    names = known.names_of(formats or USUAL)
+    fmts = list(known.all().values()) if names == ("all",) else [known.get(name) for name in names]
 
     granularities = []
     squares: dict[tuple[str, How], list[tuple[float, float]]] = {}

@@ -9,6 +9,7 @@ from fewbits.inspection.contents import inspect
 from fewbits.model.gguf import architectures
 from fewbits.model.gguf.matrices import GgufMatrices
 from fewbits.model.onnx import graph
+from fewbits.targets import card
 from fewbits.targets.onnx_genai import contents as onnx_genai
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def tensor_bytes(path: Path) -> int:
     """Read from the headers of the file."""
-    return inspect(path, values=False).tensor_bytes
+    return inspect(path, no_values=True).tensor_bytes
 
 
 def bits_per_weight(path: Path, source: Model) -> float:
@@ -39,6 +40,7 @@ def _as_laid_out(path: Path) -> float:
 
 
 def size_of(path: Path) -> int:
+    """Without the model card, which is for people and loaded by nobody."""
     if path.suffix.lower() == ".onnx" and path.is_file():  # its weights may be in a data file
         return graph.size_of(path)
-    return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.iterdir())
+    return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.iterdir() if p.name != card.NAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,7 +71,8 @@ def quantize(
     """Quantizes a float .onnx file and runs both. `data`: a .npz of inputs, or text if the file reads text. If something is calibrated, a
     part of it is set aside to judge on."""
     source, path = onnx_graphs.open(model), _output(Path(out))
-    from fewbits.onnx_graphs import outputs, save, statistics
+    from fewbits.onnx_graphs import card, outputs, save, statistics
+    from fewbits.onnx_graphs.inputs import declarations
     from fewbits.onnx_graphs.target import OnnxFile, priced
 
     outputs.check_thresholds(min_cosine, max_error)
@@ -97,8 +99,19 @@ def quantize(
     result = QuantizedFile(path, made, work / "plan.json", verdict, how, seen)
     with Staged(work / "results.json") as staged:
         staged.write_text(to_json(result.to_dict()))
+    options: dict[str, Any] = {"format": format, "plan": plan, "override": list(override), "method": method, "activations": activations}
+    command = _command(model, out, options | {"data": list(data)})
+    card.write(path, source.path, list(declarations(source)), made, verdict, command)
     written.record(path)
     return result
+
+
+def _command(model: str | Path, out: str | Path, options: Mapping[str, Any]) -> str:
+    words = ["fewbits", "quantize", str(model), "-o", str(out)]
+    for name, value in options.items():
+        given = value if isinstance(value, list) else [] if value in (None, "auto", "none") else [value]
+        words += [word for each in given for word in (f"--{name}", str(each))]
+    return shlex.join(words)
 
 
 def write_quantized(
@@ -175,7 +188,7 @@ def _plan(
 
     if (format is None) == (plan is None):
         raise InputError(
-            "give a format or a plan", "--format NAME for one format for all, or --plan FILE; an .onnx file takes no other budget"
+            "give a format or a plan", "`--format NAME` for one format for all, or `--plan FILE`; an .onnx file takes no other budget"
         )
     if plan is not None:
         if override or activations != "none":

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fewbits import formats, methods
+from fewbits.devices.units import size
 from fewbits.errors import InputError
 from fewbits.formats.runtime import activations, kv
 from fewbits.model.weights import TOWER
@@ -102,6 +104,15 @@ class Plan:
 
     def __getitem__(self, weight: str) -> Entry:
         return self._by_name[weight]
+
+    def formats_text(self) -> str:
+        """How many weights have which format, the commonest first."""
+        return ", ".join(f"{count} in {name}" for name, count in Counter(entry.format for entry in self.entries).most_common())
+
+    def __str__(self) -> str:
+        predicted = "no KL predicted" if self.kl is None else f"KL {self.kl:.4g} predicted"
+        cache = f", KV cache in {self.kv}" if self.kv else ""
+        return f"{self.target}: {size(self.nbytes)}, {self.bits_per_weight:.3g} bits per weight\n{self.formats_text()}\n{predicted}{cache}"
 
     def to_json(self) -> str:
         weights = {entry.weight: _to_dict(entry) for entry in self.entries}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import planning
 from fewbits.devices import groups
+from fewbits.devices.units import size
 from fewbits.errors import InputError
 from fewbits.formats.runtime import kv
 from fewbits.planning import budgets, by_thresholds, footprint, recipes, speed
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fewbits.sensitivity.table import Sensitivity
 
 CONTEXT = 4096
+_BUDGETS = "`--size 4.5bpw`, `--size 3.2GB`, `--size q4_k_m`, `--fits 8GB`, `--max-kl 0.01` or `--min-agreement 0.99`"
 
 # How an accuracy translates to KL before anything was measured; the first measurement corrects it. Disagreement of the top token is near
 # 0.55 sqrt(KL) (SmolLM2: .53 to .56 over KL .018 to .18, `fewbits bench quality`), the logarithm of the perplexity ratio near 0.7 KL.
@@ -44,7 +46,7 @@ class Budget:
         if self.size is not None and self.fits is not None:
             raise InputError("`--size` and `--fits` are two budgets", "give one of them")
         if self.context is not None and self.fits is None:
-            raise InputError("`--context` goes with `--fits`", "for example --fits 8GB --context 8192")
+            raise InputError("`--context` goes with `--fits`", "for example `--fits 8GB --context 8192`")
         if self.size is not None:
             budgets.parse_size(self.size)
         if self.fits is not None:
@@ -81,6 +83,12 @@ class Decision:
     whole_file: bool = False  # the budget counts the container too
     kv: str | None = None  # format of the KV cache that the budget was counted with
     edited: bool = False  # a plan.json edited by hand, measured again: no budget was given
+
+    def __str__(self) -> str:
+        first, formats, predicted = str(self.plan).splitlines()
+        allowed = "" if self.limit is None else f" of {size(self.limit)} that tensors may take"
+        rest = "" if self.simple is None or self.simple.kl is None else f"; {self.simple.kl:.4g} with 4, 8 or 16 bits by thresholds"
+        return f"{first}{allowed}\n{formats}\n{predicted}{rest}"
 
     def frontier(self) -> list[Point]:
         return self.allocator.frontier()
@@ -121,7 +129,7 @@ def decide(
     if constraints.kv == AUTO:
         return _best_cache(table, lambda name: decide(table, target, budget, replace(constraints, kv=name), overhead=overhead, kl=kl))
     if not budget.given:
-        raise InputError("give a budget", "--size 4.5bpw, --size 3.2GB, --size q4_k_m, --fits 8GB, --max-kl 0.01 or --min-agreement 0.99")
+        raise InputError("give a budget", _BUDGETS)
     whole = allocator(table, target, constraints)
     cache = kv.get(constraints.kv).name if constraints.kv else None
     why = str(budget)
@@ -135,7 +143,7 @@ def decide(
         best = whole.within_bytes(limit, why)
     if constraints.strategy == "threshold":
         if simple is None:
-            raise InputError(f"no thresholds meet {why}", "leave `--strategy` out: the solver has more choices")
+            raise InputError(f"no thresholds meet `{why}`", "leave `--strategy` out: the solver has more choices")
         best = simple
     if says_cache(target, budget, cache):
         best = replace(best, kv=cache)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fewbits.formats import Format
     from fewbits.model.weights import Weight
 
-_EXAMPLE = "for example --override 'self_attn=int4_g32'"
+_EXAMPLE = "for example `--override 'self_attn=int4_g32'`"
 _ANY = (256, 256)  # a shape that every format fits
 
 

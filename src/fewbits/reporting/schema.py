@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fewbits.planning.allocation import Point
+from fewbits.targets.running import HowToRun
+from fewbits.verification.answers import Answer
 from fewbits.verification.forecast.block_errors import Accumulation
 from fewbits.verification.metrics import Verdict
 
@@ -158,6 +160,9 @@ class Gathered:
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # such as an expert that no token reached -> of which weights
     left_out: Mapping[str, str] = field(default_factory=dict)  # a field that is empty -> why
     remarks: tuple[str, ...] = ()  # what a reader should know of the source and of how the file was made
+    how_to_run: HowToRun | None = None  # the next command
+    answers: tuple[Answer, ...] = ()  # of the file and its source, side by side
+    for_size: str = ""  # the command for another size, which takes the place of the word `SIZE` in it
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

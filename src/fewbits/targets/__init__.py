@@ -6,6 +6,8 @@ recognises formats by structure (levels, group, offset), not by name: int4_g32 a
 export.py         the verb: which target, and a file that holds what the plan says
 plan.py           the verb: a plan for a target, from a table of sensitivities
 pricing.py        the size of a plan in a target's file, before anything is quantized
+running.py        how such a file is run: the next command, with the context that fits
+card.py           the model card beside it; publishing.py sends both to the hub
 stored_tensor.py  what readers of such files give
 """
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from fewbits.model.weights import Weight
     from fewbits.planning import Plan
     from fewbits.progress import Progress
+    from fewbits.targets.running import Command
 
 
 class WrongFileError(FewbitsError):
@@ -99,6 +102,20 @@ class Target(ABC):
     @abstractmethod
     def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
         """The type that `written` gives for this weight in this format: several formats may be one type in the file."""
+
+    def loaded_by(self, path: Path, shown: Path) -> Path:
+        """What a runtime is given of this output; `shown` is the output as its user has it."""
+        return shown
+
+    @property
+    def library(self) -> str:
+        """What the hub calls the library that loads such a file."""
+        return self.name
+
+    @abstractmethod
+    def how_to_run(self, shown: Path, context: int | None, embeds: bool) -> tuple[Command, ...]:
+        """What to type next, the usual way first. `shown`: the file or folder as its user has it. `context`: tokens to make room for,
+        where that is known. `embeds`: it is an encoder."""
 
     def check(self, plan: Plan, weights: Iterable[Weight], path: Path) -> None:
         """Raises an error if the type of a weight in the file is not the plan's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,22 +10,42 @@ from fewbits import formats, planning, targets
 from fewbits.artifact import Artifact
 from fewbits.artifact.located import located
 from fewbits.artifact.written import record
+from fewbits.devices.units import bytes_of
 from fewbits.errors import InputError
 from fewbits.progress import silent
 from fewbits.store.files import Staged
+from fewbits.targets import card
+from fewbits.targets.running import how_to_run
 
 if TYPE_CHECKING:
     from fewbits.progress import Progress
     from fewbits.targets import Target
+    from fewbits.targets.running import HowToRun
 
 
 def export(
-    artifact: Artifact | str | Path, out: str | Path, *, to: str | None = None, split: int | None = None, progress: Progress[Any] = silent
+    artifact: Artifact | str | Path,
+    out: str | Path,
+    *,
+    to: str | None = None,
+    split_size: str | int | None = None,
+    progress: Progress[Any] = silent,
 ) -> Path:
-    """Writes an artifact for any target that accepts its formats. `split`: bytes of tensors in each of several GGUF files."""
+    """Writes an artifact for any target that accepts its formats. `split_size`: bytes of tensors in each of several GGUF files."""
+    split = split_bytes(split_size)
+    if not isinstance(artifact, Artifact):
+        artifact = Artifact(_beside(Path(artifact)))
     path = written(artifact, out, to=to, split=split, progress=progress)
+    target = target_for(Path(out), to, split)
+    command = ["fewbits", "export", str(artifact.path), "-o", str(out), *(["--to", to] if to else [])]
+    card.write(artifact, path, target, shlex.join([*command, *(["--split-size", str(split)] if split else [])]))
     record(path)
     return path
+
+
+def how_to_run_exported(artifact: str | Path, path: Path, to: str | None = None, split_size: str | int | None = None) -> HowToRun:
+    """The next command for what `export` wrote."""
+    return how_to_run(target_for(path, to, split_bytes(split_size)), path, Artifact(_beside(Path(artifact))).config)
 
 
 def written(
@@ -75,6 +96,10 @@ def target_for(out: Path, to: str | None, split: int | None = None) -> Target:
     if by_name and by_name != target:
         raise InputError(f"`{out.name}` is named like a file of {by_name.name}, not of {target.name}", "choose another `-o` or `--to`")
     return target
+
+
+def split_bytes(given: str | int | None) -> int | None:
+    return None if given is None else bytes_of(given, "--split-size")
 
 
 def output_path(out: Path, target: Target) -> Path:

@@ -15,6 +15,7 @@ import numpy as np
 
 from fewbits.errors import InputError
 from fewbits.planning.accuracy import Thresholds
+from fewbits.targets.running import gives_embeddings
 from fewbits.verification.metrics import Judged, bootstrap_ci95, check_vocabularies
 
 if TYPE_CHECKING:
@@ -67,10 +68,16 @@ class EmbeddingVerdict(Judged):
     failures: tuple[str, ...]
     reference: str | None = None  # what it was compared with, if that is no float model
 
+    def __str__(self) -> str:
+        low, high = self.cosine_ci95
+        return (
+            f"cosine {self.cosine_mean:.5g} ({low:.5g} to {high:.5g}) to the {self.reference or 'float model'}, "
+            f"on {self.texts} texts in {self.runtime}\n"
+            f"at least {self.cosine_least:.5g} of one text; relative error {self.relative_error:.2%}\n{self.outcome}"
+        )
 
-def given_by(config: Any) -> bool:
-    """Whether a model of this transformers config has no head and so gives embeddings: `BertModel` does, `GPT2LMHeadModel` does not."""
-    return any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in config.architectures or [])
+
+given_by = gives_embeddings
 
 
 def check_thresholds(thresholds: Thresholds, config: Any) -> None:

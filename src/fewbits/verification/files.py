@@ -17,6 +17,7 @@ from fewbits.artifact.draft import Draft
 from fewbits.calibration import MEMORY, Paths, by_domain, listed, split
 from fewbits.calibration.text.domains import in_tokens, mixed
 from fewbits.calibration.text.windows import Window
+from fewbits.devices.units import bytes_of
 from fewbits.errors import InputError
 from fewbits.inspection.sizes import bits_per_weight, size_of
 from fewbits.model.gguf import laid_out
@@ -55,9 +56,9 @@ def verify(
     min_cosine: float | None = None,
     length: int | str | Mapping[str, int] | None = None,
     tokens: int = TOKENS,
-    floor: bool = True,
+    no_floor: bool = False,
     like: str | Path | None = None,
-    memory: int = MEMORY,
+    memory: str | int = MEMORY,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Verdict | EmbeddingVerdict:
@@ -65,11 +66,12 @@ def verify(
 
     `data`: held-out text, by default the embedded one; each path is a kind of text, named by its stem or as `NAME=PATH`. `weights`: the
     tokens of each kind in proportion, `prose=1,code=2`; without them all alike. `length`: tokens in a window, of one kind too:
-    `books=4096`. `floor`: also run the float file there, to measure the runtime's own error.
+    `books=4096`. `no_floor`: do not run the float file there too, which measures the runtime's own error.
     `like`: that float file, of a model that fewbits itself cannot write.
     """
     path, thresholds = Path(path), Thresholds(max_kl, min_agreement, max_ppl_ratio, min_cosine)
     mix, usual = mixed(weights, length)
+    room = bytes_of(memory, "--memory")
     mix.check(by_domain.names_of(listed(data)))
     if not path.exists():
         raise InputError(f"there is nothing at `{path}`", "give a .gguf, an .onnx, or a folder that fewbits wrote")
@@ -91,7 +93,7 @@ def verify(
     if isinstance(source, GgufModel):
         llamacpp.lend_tokenizer(source)
     text = split.held_out_text(source, data, in_tokens(usual), tokens, mix)
-    return verdict_on(path, source, text.windows, Trial(chosen, thresholds, floor, text.domains), progress, memory=memory)
+    return verdict_on(path, source, text.windows, Trial(chosen, thresholds, not no_floor, text.domains), progress, memory=room)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def verdict_on(
     reference = f"{source.name}, itself quantized ({source.lossy})" if source.lossy else None
     if embeddings.given_by(source.config):
         ended = embeddings.texts_of(windows, source.tokenizer)
-        with _sessions(path, source, windows, runtime, target, progress, None) as (base, sessions):
+        with sessions_of(path, source, windows, runtime, target, progress, None) as (base, sessions):
             vectors = embeddings.compare_embeddings(base, sessions, ended, progress)
         return replace(embeddings.judge(vectors["file"], trial.thresholds, **about, floor=vectors.get("floor")), reference=reference)
     judged = CachedWindows(cache, source.fingerprint, path, runtime, target is not None) if cache else None
@@ -130,7 +132,7 @@ def verdict_on(
         say(progress, f"resuming: {count} of {len(windows)} windows were judged")
     measured = judged.all(windows) if judged else None
     if measured is None:
-        with _sessions(path, source, windows, runtime, target, progress, cache) as (base, sessions):
+        with sessions_of(path, source, windows, runtime, target, progress, cache) as (base, sessions):
             measured = metrics.compare_logits(base, sessions, windows, progress, judged, memory)
     kl_floor = float(sum(measured["floor"].kl) / len(measured["floor"].kl)) if "floor" in measured else None
     domains = metrics.figures_by_domain(measured, windows, trial.domains)
@@ -143,7 +145,7 @@ def compared_with(source: Model) -> str:
 
 
 @contextmanager
-def _sessions(
+def sessions_of(
     path: Path,
     source: Model,
     windows: list[Window],

@@ -80,10 +80,18 @@ class Judged:
     """What every verdict is: a frozen dataclass that names the reasons why it failed."""
 
     failures: tuple[str, ...]
+    thresholds: Thresholds
 
     @property
     def passed(self) -> bool:
         return not self.failures
+
+    @property
+    def outcome(self) -> str:
+        """In words."""
+        if self.failures:
+            return f"failed: {'; '.join(self.failures)}"
+        return "passed" if any(value is not None for value in vars(self.thresholds).values()) else "no threshold was given"
 
     def to_dict(self) -> dict[str, object]:
         return asdict(cast("Any", self)) | {"passed": self.passed}
@@ -114,6 +122,15 @@ class Verdict(Judged):
     reference: str | None = field(default=None, kw_only=True)  # what it was compared with, if that is no float model
     domains: tuple[DomainFigures, ...] = field(default=(), kw_only=True)  # where the text is of several kinds
     worst_domain: str | None = field(default=None, kw_only=True)  # the one with the largest mean KL
+
+    def __str__(self) -> str:
+        low, high = self.kl_ci95
+        return (
+            f"KL {self.kl_mean:.4g} ({low:.4g} to {high:.4g}) to the {self.reference or 'float model'}, "
+            f"on {self.tokens} tokens in {self.runtime}\n"
+            f"{self.top1_agreement:.1%} of the top tokens are the same; perplexity {self.ppl:.4g}, times {self.ppl_ratio:.4g}\n"
+            f"{self.outcome}"
+        )
 
     @property
     def perhaps_worse(self) -> list[str]:

@@ -26,23 +26,23 @@ class CachedWindows:
     """The windows of one file in one runtime, judged beside one float model. `floor`: the float file was run there too."""
 
     def __init__(self, cache: Cache, source: str, file: Path, runtime: Runtime, floor: bool) -> None:
-        self._cache = cache.of(source=source, file=_digest(file), runtime=[runtime.name, runtime.version()], floor=floor)
+        self.results = cache.of(source=source, file=_digest(file), runtime=[runtime.name, runtime.version()], floor=floor)
 
     def scratch(self) -> TemporaryDirectory[str]:
-        return self._cache.scratch()
+        return self.results.scratch()
 
     def all(self, windows: Sequence[Window]) -> dict[str, MeasuredLogits] | None:
         """The numbers of all windows; None if some window has still to be run."""
-        if not all(self._cache.has("window", **_parameters(window)) for window in windows):
+        if not all(self.results.has("window", **_parameters(window)) for window in windows):
             return None
         results = [self.find(window) for window in windows]
         return joined([result for result in results if result]) if all(results) else None
 
     def count(self, windows: Sequence[Window]) -> int:
-        return sum(self._cache.has("window", **_parameters(window)) for window in windows)
+        return sum(self.results.has("window", **_parameters(window)) for window in windows)
 
     def find(self, window: Window) -> dict[str, MeasuredLogits] | None:
-        result = self._cache.find("window", **_parameters(window))
+        result = self.results.find("window", **_parameters(window))
         return {name: _restored(result, name) for name in result.values} if result else None
 
     def keep(self, window: Window, measured: dict[str, MeasuredLogits]) -> None:
@@ -51,7 +51,7 @@ class CachedWindows:
             for name, each in measured.items()
             for series in _SERIES
         }
-        self._cache.keep("window", {name: each.max_logit_diff for name, each in measured.items()}, tensors, **_parameters(window))
+        self.results.keep("window", {name: each.max_logit_diff for name, each in measured.items()}, tensors, **_parameters(window))
 
 
 def joined(windows: Sequence[dict[str, MeasuredLogits]]) -> dict[str, MeasuredLogits]:

@@ -25,6 +25,7 @@ class Session(ABC):
     vocabulary: int
     context: int  # the most tokens, where the runtime has a limit
     pooling: str | None = None  # how the embeddings of tokens become one: mean, cls, last; None: they do not
+    timed: bool = False  # it generates as a user's program would, so that its speed says something
 
     @abstractmethod
     def logits(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), vocabulary) float32
@@ -37,6 +38,13 @@ class Session(ABC):
     def each(self, windows: Sequence[Window], room: Room, progress: Progress[Any] = silent) -> Iterator[Iterator[Tensor]]:
         """The parts of every window. A session that runs windows together keeps their hidden states in `room`."""
         return (self.parts(list(window)) for window in windows)
+
+    def following(self, tokens: list[int], count: int) -> Iterator[int]:
+        """The likeliest token each time, up to so many. Without a cache of its own a runtime reads the whole sequence for every one."""
+        sequence = list(tokens)
+        for _ in range(count):
+            sequence.append(int(self.logits(sequence)[-1].argmax()))
+            yield sequence[-1]
 
     def embeddings(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), width) float32, or (1, width) where they are pooled
         """Of a model without a head."""

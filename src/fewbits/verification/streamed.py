@@ -56,6 +56,9 @@ class StreamedSession(Session):
     def logits(self, tokens: list[int]) -> Tensor:
         return self.whole.logits(tokens)
 
+    def following(self, tokens: list[int], count: int) -> Iterator[int]:
+        return self.whole.following(tokens, count)
+
     def embeddings(self, tokens: list[int]) -> Tensor:
         return self.whole.embeddings(tokens)
 

@@ -12,12 +12,12 @@ from fewbits import formats as known_formats
 from fewbits import planning, targets
 from fewbits.devices import catalogue, groups, host
 from fewbits.devices.catalogue import Device
+from fewbits.devices.units import parse_tokens, size
 from fewbits.errors import InputError
 from fewbits.inspection.capacity import caches, sources, speed
 from fewbits.inspection.capacity.offload import Held, Offload, offload
 from fewbits.inspection.capacity.speed import Range
 from fewbits.planning import footprint, recipes
-from fewbits.planning.constraints import listed
 from fewbits.planning.footprint import Memory, Use
 from fewbits.planning.mixes import OTHER_NAMES
 from fewbits.planning.speed import share
@@ -87,6 +87,14 @@ class Fit:
         """Some format fits, or the user named no device."""
         return not self.asked or any(row.fits for row in self.rows)
 
+    def __str__(self) -> str:
+        fitting = [row for row in self.rows if row.fits]
+        best = max(fitting, key=lambda row: row.bits_per_weight, default=None)
+        speed = f", {best.decode.low:.3g} to {best.decode.high:.3g} tokens/s" if best and best.decode else ""
+        most = f"{best.label} is the largest: {size(best.memory.total)}, {best.verdict}{speed}" if best else "none of them"
+        fits = ", ".join(row.label for row in fitting) or "nothing"
+        return f"{self.model} on {self.device.name}, {self.context} tokens of context, {self.runtime}\nwhat fits: {fits}\n{most}"
+
     def to_dict(self) -> dict[str, object]:
         content = asdict(self)
         for row, fit in zip(content["rows"], self.rows, strict=True):
@@ -100,7 +108,7 @@ def fit(
     params: str | None = None,
     device: str | None = None,
     memory: str | None = None,
-    context: int | None = None,
+    context: str | int | None = None,
     batch: int = 1,
     kv: str = "float",
     formats: str | Sequence[str] = (),
@@ -115,8 +123,8 @@ def fit(
     place, asked = _place(device, memory)
     if ram is not None:
         place = groups.with_memory(place, ram)
-    use = _use(min(CONTEXT, source.longest) if context is None else context, batch, kv, runtime, place)
-    names = [name.lower() for name in listed(formats)]
+    use = _use(min(CONTEXT, source.longest) if context is None else parse_tokens(context), batch, kv, runtime, place)
+    names = [name.lower() for name in known_formats.names_of(formats)]
     sized = list(_sized(source, names))
     judge = _Judge(source, use, place, sized)
     return Fit(

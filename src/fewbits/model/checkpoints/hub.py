@@ -14,7 +14,7 @@ from typing import Any
 from fewbits.errors import InputError, MissingError
 from fewbits.store.untrusted import first_line
 
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "README.md"]  # the card says the license
 _PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 _ID = re.compile(rf"(?P<owner>{_PART})/(?P<name>{_PART})(?:@(?P<revision>[\w./-]+))?")
 # a Path has one slash where an address has two

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from fewbits.reporting.page import checked_json
 from fewbits.reporting.schema import Demonstration, Results
 from fewbits.store import untrusted
+from fewbits.verification.comparison.figures import Comparison
 
 
 class Mark(NamedTuple):
@@ -22,10 +23,11 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    made: Results | None  # None: a demonstration that looks at none of its files
+    made: Results | None  # None: a comparison of files, or a demonstration that looks at none of its files
     demo: Demonstration | None = None
     peers: tuple[Mark, ...] = ()  # measured on the same model, by `fewbits bench plans`
     bench: Mapping[str, Any] | None = None  # of kernels
+    comparison: Comparison | None = None  # of files that anybody made
 
 
 def read(path: Path) -> Contents:
@@ -33,6 +35,8 @@ def read(path: Path) -> Contents:
 
 
 def _parsed(content: Any) -> Contents:
+    if "compared" in content:
+        return Contents(None, comparison=checked_json.read(Comparison, content))
     if "rows" in content:
         demo = checked_json.read(Demonstration, content)
         return Contents(demo.detail, demo)

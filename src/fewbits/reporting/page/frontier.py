@@ -25,7 +25,7 @@ def section(made: Results, peers: Sequence[Mark]) -> Section:
     if made.frontier:
         about = "The line is the least error that the weights can have at each size, as predicted from calibration. "
         about += "Move the slider to see which formats each size would buy: the map follows."
-        body = [_picture(made, marks), _slider(stops), *body, _table(made, marks)]
+        body = [_picture(made, marks), _slider(made, stops), *body, _table(made, marks)]
     else:
         about = "Which format each weight has."
         body.insert(0, tag("p", "One format or a ready plan was asked for, so that no other size was looked at.", class_="missing"))
@@ -63,7 +63,7 @@ def _picture(made: Results, marks: list[dict[str, Any]]) -> Html:
     return figure("frontier", label, "KL divergence to the source on a logarithmic scale, lower is closer; size of the weights.", shown)
 
 
-def _slider(stops: list[model_map.Stop]) -> Html:
+def _slider(made: Results, stops: list[model_map.Stop]) -> Html:
     mine = next(index for index, stop in enumerate(stops) if stop.mine)
     slider = tag(
         "input", type="range", id="size", min=0, max=len(stops) - 1, step=1, value=mine, aria_describedby="stop", list="sizes",
@@ -76,8 +76,14 @@ def _slider(stops: list[model_map.Stop]) -> Html:
         tag("div", smallest, slider, largest, class_="track"),
         tag("output", stops[mine].said(), id="stop", for_="size", aria_live="polite"),
         tag("button", "Back to this file", type="button", id="mine", disabled=True),
+        *_command(model_map.command(made, stops[mine])),
         class_="slider",
     )
+
+
+def _command(said: str) -> tuple[Html, ...]:
+    """What makes a file of the size under the slider; the script changes it."""
+    return (tag("pre", tag("code", said, id="command"), tabindex=0, aria_label="The command for this size"),) if said else ()
 
 
 def _table(made: Results, marks: list[dict[str, Any]]) -> Html:

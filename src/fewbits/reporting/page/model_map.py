@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,15 @@ def stops(made: Results) -> list[Stop]:
     return sorted(known, key=lambda stop: stop.bytes)
 
 
+def command(made: Results, stop: Stop) -> str:
+    """What makes a file of this plan's size. The size of a file is known where this one was written and run: its rest stays the same."""
+    if stop.mine or not made.for_size:
+        return made.reproduction.commands[0] if stop.mine and made.for_size and made.reproduction.commands else ""
+    beside = made.verdict.bytes - made.plan.bytes if made.verdict else None
+    wanted = f"{math.ceil(1000 * stop.bits_per_weight) / 1000:g}bpw" if beside is None else str(stop.bytes + beside)
+    return made.for_size.replace("SIZE", wanted)
+
+
 def place(name: str) -> Place:
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
@@ -89,6 +99,7 @@ def data(made: Results, stops: list[Stop]) -> dict[str, Any]:
         "cells": shown,
         "stops": [
             {"bytes": stop.bytes, "bits": stop.bits_per_weight, "kl": stop.kl, "mine": stop.mine, "said": stop.said()}
+            | {"command": command(made, stop)}
             | {"cells": [_cell(stop, members, known) for members in cells.values()]}
             for stop in stops
         ],

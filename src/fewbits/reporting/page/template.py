@@ -10,7 +10,21 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from fewbits.reporting.page import budget, coverage, domains, files, frontier, kernels, memory, reproduction, values, verdict
+from fewbits.reporting.page import (
+    answers,
+    budget,
+    comparison,
+    coverage,
+    domains,
+    files,
+    frontier,
+    kernels,
+    memory,
+    next_commands,
+    reproduction,
+    values,
+    verdict,
+)  # fmt: skip
 from fewbits.reporting.page.contents import Contents
 from fewbits.reporting.page.markup import Html, Section, data_block, joined, tag
 
@@ -28,7 +42,7 @@ def render(shown: Contents) -> str:
         "body",
         tag("a", "To the contents", href="#main", class_="skip"),
         toggle,
-        tag("main", verdict.head(shown), contents, *(section.html() for section in sections), id="main"),
+        tag("main", _head(shown), contents, *(section.html() for section in sections), id="main"),
         tag("footer", tag("p", "Made by fewbits from one results.json. This file needs nothing else and asks nothing of the network.")),
         data_block(_finite(data)),
         *(Html(f"<script>{_asset(name)}</script>") for name in _SCRIPTS),
@@ -39,16 +53,28 @@ def render(shown: Contents) -> str:
         tag("meta", http_equiv="Content-Security-Policy", content=_policy()),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name_="color-scheme", content="light dark"),
-        tag("title", f"{verdict.title(shown)}: fewbits report"),
+        tag("title", f"{_title(shown)}: fewbits report"),
         Html(f"<style>{_asset('style.css')}</style>"),
     )
     return joined([Html("<!doctype html>\n"), tag("html", head, body, lang="en"), Html("\n")])
 
 
+def _head(shown: Contents) -> Html:
+    return verdict.head(shown) if shown.comparison is None else comparison.head(shown.comparison)
+
+
+def _title(shown: Contents) -> str:
+    return verdict.title(shown) if shown.comparison is None else comparison.title(shown.comparison)
+
+
 def _sections(shown: Contents) -> Iterator[Section | None]:
+    if shown.comparison:
+        yield from comparison.sections(shown.comparison)
     if shown.demo:
         yield files.section(shown.demo)
     if made := shown.made:
+        yield next_commands.section(made)
+        yield answers.section(made)
         yield domains.section(made)
         yield frontier.section(made, shown.peers)
         yield from (each.section(made) for each in (budget, values, coverage, memory))

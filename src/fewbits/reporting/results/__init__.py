@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fewbits import formats, kernels
+from fewbits import formats, kernels, targets
 from fewbits.errors import FewbitsError
 from fewbits.formats.runtime import kv
 from fewbits.inspection.sizes import tensor_bytes
 from fewbits.planning import footprint
 from fewbits.progress import silent
 from fewbits.reporting.results import distributions, frontiers, reproduction
-from fewbits.reporting.results.reproduction import commands
+from fewbits.reporting.results.reproduction import commands, for_size
 from fewbits.reporting.schema import NAME, Gathered, KernelUse, MemoryUse, Source
 from fewbits.store.files import Staged, to_json
+from fewbits.targets import running
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from fewbits.progress import Progress
     from fewbits.verification.forecast.block_errors import Accumulation
 
-__all__ = ["Gathered", "Subject", "commands", "gather", "write"]
+__all__ = ["Gathered", "Subject", "commands", "for_size", "gather", "write"]
 
 PAGE = "report.html"
 _CONTEXTS = (2048, 8192, 32768, 131072)
@@ -85,6 +86,7 @@ def gather(
         notes=_notes(artifact),
         left_out=left_out,
         remarks=tuple(remarks),
+        how_to_run=running.how_to_run(targets.get(artifact.plan.target), path, artifact.config),
     )
 
 

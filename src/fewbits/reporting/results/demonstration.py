@@ -40,6 +40,10 @@ class Demo:
     def passed(self) -> bool:
         return bool(self.rows) and all(row.verdict.passed and row.crosscheck.agrees for row in self.rows)
 
+    def __str__(self) -> str:
+        files = ", ".join(f"{row.file} (KL {row.verdict.kl_mean:.3g})" for row in self.rows)
+        return f"{self.model} in {self.folder}\n{len(self.rows)} files: {files}\n{'passed' if self.passed else 'failed'}"
+
     def to_dict(self) -> dict[str, object]:
         rows = [
             {"format": row.format, "target": row.target, "file": row.file, "fallbacks": len(row.plan.fallbacks), **row.verdict.to_dict()}

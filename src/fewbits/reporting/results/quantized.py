@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fewbits.devices.units import size
+from fewbits.inspection.sizes import size_of
+
 if TYPE_CHECKING:
     from fewbits.calibration.text.coverage import Coverage
     from fewbits.planning import Plan
@@ -32,6 +35,11 @@ class Quantized:
     decision: Decision | None = None  # how the plan came about, where a budget was given
     rounds: Sequence[Round] = ()  # every plan that was made and measured on the way to an accuracy
     gathered: Gathered | None = None  # what only a reader of the result asks for
+
+    def __str__(self) -> str:
+        judged = "not verified" if self.verdict is None else f"{str(self.verdict).splitlines()[0]}: {self.verdict.outcome}"
+        made = f"{self.path}: {size(size_of(self.path))}, {self.plan.bits_per_weight:.3g} bits per weight"
+        return f"{made}\n{self.plan.formats_text()}\n{judged}"
 
     def to_dict(self) -> dict[str, object]:
         return {

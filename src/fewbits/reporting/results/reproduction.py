@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fewbits.artifact import Artifact
 
 _PACKAGES = ("fewbits", "torch", "transformers", "numpy", "gguf", "safetensors")
-_SPELLED = {"model": "", "split": "--split-size", "out": "-o"}  # a field of the request -> the option, if that is named otherwise
-_SILENT = {"executor", "fresh", "memory", "offline", "store"}  # options that change nothing in the result
+_SPELLED = {"model": "", "out": "-o"}  # a field of the request -> the option, if that is named otherwise
+_SILENT = {"answers", "executor", "fresh", "memory", "offline", "store"}  # options that change nothing in the result
 
 
 def of(artifact: Artifact, path: Path, commands: Sequence[str]) -> Reproduction:
@@ -61,11 +61,17 @@ def commands(request: Any) -> tuple[str, ...]:
     return made, shlex.join(words)
 
 
-def command(verb: str, request: Any) -> str:
-    """The command line of this request: the options that differ from their default."""
+def for_size(request: Any) -> str:
+    """The same request for another size, to be written in the place of the word `SIZE`. How long to tune depends on the size, and is left
+    to it."""
+    return command("quantize", request, {"size": "SIZE", "fits": None, "context": None, "format": None, "plan": None, "tune": None})
+
+
+def command(verb: str, request: Any, instead: Mapping[str, Any] | None = None) -> str:
+    """The command line of this request: the options that differ from their default. `instead`: other values for some."""
     words = ["fewbits", verb]
     for option in fields(request):
-        value = getattr(request, option.name)
+        value = (instead or {}).get(option.name, getattr(request, option.name))
         if option.name in _SILENT or (option.default is not MISSING and value in (option.default, [], ())):
             continue
         spelled = _SPELLED.get(option.name, f"--{option.name.replace('_', '-')}")

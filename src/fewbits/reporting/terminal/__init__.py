@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fewbits.devices.units import size as size
+
 _WIDE = 200  # characters of a line in a file or a pipe, where nothing says how wide it is
 
 
@@ -33,15 +35,6 @@ class Screen(Console):
 
 console = Screen(stderr=True, highlight=False)
 _notes = Console(stderr=True, highlight=False)
-
-
-def size(nbytes: float) -> str:
-    """Three digits at least: 950 B, 7.42 MB, 271 MB."""
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.2f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.2f} GB"
 
 
 def error(message: str, hint: str = "") -> None:

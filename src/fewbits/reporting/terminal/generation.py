@@ -7,15 +7,32 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from fewbits.reporting.terminal import console, size
+from fewbits.reporting.terminal import console, note, size
 
 if TYPE_CHECKING:
     from fewbits.inference.engine import Generated, Stats
+    from fewbits.inference.serving.server import Served
 
 
 def stream(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def chat_begins(plain: bool, context: int | None, typed: bool) -> None:
+    if plain:
+        note("there is no chat template: what you write is a text that the model continues")
+    if typed:
+        room = f", {context} tokens of context" if context else ""
+        note(f"Ctrl-C stops an answer; /clear begins anew; /exit or Ctrl-D ends{room}")
+
+
+def serving(served: Served) -> None:
+    console.print(
+        f"serving {served.name} at {served.url} ({served.engine}, {served.context} tokens of context); Ctrl-C stops it", soft_wrap=True
+    )
+    if served.open_to_others:
+        note("everybody who reaches this address is answered: there is no authentication; set FEWBITS_API_KEY to ask for a key")
 
 
 def ended(generated: Generated, whole: bool) -> None:

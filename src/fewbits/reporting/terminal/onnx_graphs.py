@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fewbits.reporting.terminal import console, judged, plans, size
+from fewbits.targets import card
 
 if TYPE_CHECKING:
     from fewbits.onnx_graphs.outputs import FileVerdict
@@ -19,6 +20,7 @@ def quantized(result: QuantizedFile) -> None:
     if result.verdict:
         verdict(result.verdict)
     console.print(f"wrote {escape(str(result.path))}; its plan is {escape(str(result.plan_path))}")
+    console.print(f"the model card: {escape(str(card.place(result.path)))}")
 
 
 def verdict(result: FileVerdict) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fewbits.inspection.sizes import size_of
-from fewbits.reporting.terminal import console, note, plans, size, verdicts
+from fewbits.reporting.terminal import console, next_commands, note, plans, size, verdicts
+from fewbits.targets import card
 
 if TYPE_CHECKING:
     from fewbits.reporting.results.quantized import Quantized
@@ -33,6 +34,9 @@ def show(result: Quantized) -> None:
         verdicts.show(result.verdict)
     console.print(f"wrote {result.path} ({size(size_of(result.path))}); artifact and plan.json in {result.artifact}/")
     console.print(f"the report: {result.artifact.parent / 'report.html'}")
+    console.print(f"the model card: {card.place(result.path)}")
+    if result.gathered and result.gathered.how_to_run:
+        next_commands.show(result.gathered.how_to_run)
 
 
 def _methods(outcomes: Mapping[str, Mapping[str, Any]]) -> None:

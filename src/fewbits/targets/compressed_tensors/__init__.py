@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,10 @@ from fewbits.store.scratch import scratch_folder
 from fewbits.targets import Target, WrongFileError
 from fewbits.targets.compressed_tensors import schemes, shards
 from fewbits.targets.compressed_tensors.configuration import layers_that_differ, quantization_config, scheme_of
+from fewbits.targets.compressed_tensors.joined_layers import joined_with, under_one_factor
 from fewbits.targets.compressed_tensors.schemes import Scheme
 from fewbits.targets.compressed_tensors.shards import Array, Piece
+from fewbits.targets.running import PROMPT, Command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,6 +142,18 @@ class CompressedTensors(Target):
         scheme = None if fmt.is_cast else schemes.of(fmt)
         return scheme.type if isinstance(scheme, Scheme) else fmt.name
 
+    @property
+    def library(self) -> str:
+        return "transformers"
+
+    def how_to_run(self, shown: Path, context: int | None, embeds: bool) -> tuple[Command, ...]:
+        room = f" --max-model-len {context}" if context else ""
+        lines = ("from transformers import pipeline", f'print(pipeline("text-generation", {str(shown)!r})("{PROMPT}"))')
+        return (
+            Command("an endpoint with vLLM", f"vllm serve {shlex.quote(str(shown))}{room}"),
+            Command("with transformers, in Python (weights are decoded when loaded)", "\n".join(lines), "python"),
+        )
+
     def check(self, plan: Plan, weights: Iterable[Weight], path: Path) -> None:
         """By the names of the file, under which experts are layers of their own."""
         from fewbits.model.checkpoints import open as opened
@@ -224,6 +239,10 @@ def _quantized(source: Artifact | Draft, weight: Weight, layout: Layout) -> Piec
 
     def load() -> dict[str, Tensor]:
         fmt, parts = formats.get(source.plan[weight.name].format), _packed_parts(source, weight)
+        if "factor" in parts:
+            beside = joined_with(weight, source.weights, TARGET.together)
+            factors = [its["factor"] for each in beside if "factor" in (its := _packed_parts(source, each))]
+            parts = under_one_factor(fmt, parts, max(factors))
         tensors: dict[str, Tensor] = {}
         for layer, rows in places:
             named = schemes.tensors(scheme, fmt, weight.shape, parts, rows) | schemes.input_tensors(activation)

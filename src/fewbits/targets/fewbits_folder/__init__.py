@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits.store.scratch import scratch_folder
 from fewbits.targets import Target
+from fewbits.targets.running import Command
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
@@ -81,6 +83,14 @@ class Fewbits(Target):
 
     def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
         return fmt.name
+
+    def how_to_run(self, shown: Path, context: int | None, embeds: bool) -> tuple[Command, ...]:
+        folder = str(shown)
+        auto = "AutoModel" if embeds else "AutoModelForCausalLM"
+        lines = ("import fewbits  # so that transformers knows the weights", f"from transformers import {auto}",
+                 f"model = {auto}.from_pretrained({folder!r})")  # fmt: skip
+        loading = Command("with transformers, in Python", "\n".join(lines), "python")
+        return (loading,) if embeds else (Command("a chat with fewbits' own kernels", f"fewbits run {shlex.quote(folder)}"), loading)
 
     def write(self, artifact: Artifact, path: Path, progress: Progress[Any]) -> None:
         from fewbits import artifact as artifacts

@@ -5,6 +5,7 @@ layouts.py  format -> type of GGUF     tensors.py  the tensors of a file     hea
 
 from __future__ import annotations
 
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from fewbits.model.gguf import architectures
 from fewbits.store.scratch import scratch_folder
 from fewbits.targets import Target
 from fewbits.targets.gguf.layouts import Layout, lacking, layout
+from fewbits.targets.running import PROMPT, Command
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -151,6 +153,20 @@ class Gguf(Target):
         stored = layout(fmt)
         assert stored, fmt.name
         return stored.format
+
+    def loaded_by(self, path: Path, shown: Path) -> Path:
+        return shown / first_part(path).name if path.is_dir() else shown
+
+    def how_to_run(self, shown: Path, context: int | None, embeds: bool) -> tuple[Command, ...]:
+        file = shlex.quote(str(shown))
+        if embeds:
+            return (Command("embeddings with llama.cpp", f'llama-embedding -m {file} -p "{PROMPT}"'),)
+        room = f" -c {context}" if context else ""
+        return (
+            Command("an endpoint and a page to chat on, with llama.cpp", f"llama-server -m {file}{room}"),
+            Command("a chat in the terminal", f"llama-cli -m {file}{room}"),
+            Command("with fewbits itself", f"fewbits run {file}"),
+        )
 
 
 def first_part(path: Path) -> Path:

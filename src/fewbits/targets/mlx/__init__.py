@@ -11,6 +11,7 @@ layout.py   where its rows go        arrays.py    torch <-> MLX        contents.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from fewbits.targets.compressed_tensors.shards import Array, Piece
 from fewbits.targets.mlx import schemes
 from fewbits.targets.mlx.schemes import Scheme
 from fewbits.targets.mlx.settings import quantization, settings_for
+from fewbits.targets.running import PROMPT, Command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,6 +133,13 @@ class Mlx(Target):
     def written_as(self, weight: Weight, fmt: Format, activation: Activation | None = None) -> str:
         scheme = None if fmt.is_cast else schemes.of(fmt)
         return scheme.name(schemes.float_type(fmt)) if isinstance(scheme, Scheme) else fmt.name
+
+    def how_to_run(self, shown: Path, context: int | None, embeds: bool) -> tuple[Command, ...]:
+        folder, room = shlex.quote(str(shown)), f" --max-kv-size {context}" if context else ""
+        return (
+            Command("text with mlx-lm", f'mlx_lm.generate --model {folder}{room} --prompt "{PROMPT}"'),
+            Command("an endpoint", f"mlx_lm.server --model {folder}"),
+        )
 
     def check(self, plan: Plan, weights: Iterable[Weight], path: Path) -> None:
         """By the names of the file: those that mlx-lm has for the rows of each weight."""

@@ -21,6 +21,7 @@ from fewbits.errors import InputError, MissingError
 from fewbits.store import files
 from fewbits.targets import Target
 from fewbits.targets.onnx import qdq, storage, versions
+from fewbits.targets.running import Command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -157,6 +158,19 @@ class Onnx(Target):
         from fewbits.targets.onnx import contents
 
         return contents.written_as(fmt, weight.shape[1], activation)
+
+    @property
+    def library(self) -> str:
+        return "onnxruntime"
+
+    def how_to_run(self, shown: Path, context: int | None, embeds: bool) -> tuple[Command, ...]:
+        lines = (
+            "import numpy, onnxruntime",
+            f"session = onnxruntime.InferenceSession({str(shown)!r})",
+            "tokens = numpy.array([[1, 2, 3]], numpy.int64)  # by the tokenizer of the model; the graph keeps no cache",
+            'outputs = session.run(None, {"input_ids": tokens})',
+        )
+        return (Command("its outputs, in Python", "\n".join(lines), "python"),)
 
 
 def _stateful(config: Any) -> bool:

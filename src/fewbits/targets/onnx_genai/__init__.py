@@ -21,6 +21,7 @@ from fewbits.errors import MissingError
 from fewbits.store.scratch import scratch_folder
 from fewbits.targets.onnx import Onnx, storage
 from fewbits.targets.onnx_genai import families
+from fewbits.targets.running import PROMPT, Command
 
 if TYPE_CHECKING:
     from fewbits.artifact import Artifact
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from fewbits.formats.runtime.activations import Activation
     from fewbits.model.weights import Weight
     from fewbits.progress import Progress
+
+_LENGTH = 256  # tokens of the example, prompt included: it takes the cache that this needs
 
 
 class OnnxGenai(Onnx):
@@ -52,6 +55,24 @@ class OnnxGenai(Onnx):
         if not find_spec("onnx"):
             raise MissingError("writing ONNX needs the package `onnx`", "pip install 'fewbits[genai]'")
         return families.unsupported(config)
+
+    @property
+    def library(self) -> str:
+        return "onnxruntime-genai"
+
+    def how_to_run(self, shown: Path, context: int | None, embeds: bool) -> tuple[Command, ...]:
+        lines = (
+            "import onnxruntime_genai as og",
+            f"model = og.Model({str(shown)!r})",
+            "tokenizer, parameters = og.Tokenizer(model), og.GeneratorParams(model)",
+            f"parameters.set_search_options(max_length={min(context or _LENGTH, _LENGTH)})" + (f"  # up to {context}" if context else ""),
+            "generator = og.Generator(model, parameters)",
+            f'generator.append_tokens(tokenizer.encode("{PROMPT}"))',
+            "while not generator.is_done():",
+            "    generator.generate_next_token()",
+            "print(tokenizer.decode(generator.get_sequence(0)))",
+        )
+        return (Command("text with onnxruntime-genai, in Python", "\n".join(lines), "python"),)
 
     def overhead(self, draft: Draft) -> int:
         from fewbits.model.onnx import external_data

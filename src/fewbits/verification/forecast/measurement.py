@@ -11,7 +11,9 @@ from fewbits import calibration, methods, sensitivity, targets
 from fewbits import model as models
 from fewbits.calibration import Paths, reuse, split
 from fewbits.calibration.folder import Statistics
+from fewbits.devices.units import bytes_of
 from fewbits.errors import InputError
+from fewbits.formats import names_of
 from fewbits.formats.runtime import kv as kv_formats
 from fewbits.progress import silent
 from fewbits.store import executors
@@ -37,6 +39,11 @@ class Measured:
     target: str
     probes: tuple[Probe, ...] = ()
 
+    def __str__(self) -> str:
+        known = sorted({name for row in self.table.rows.values() for name in row})
+        weights = f"{len(self.table.rows)} weights of {self.table.model} by {self.table.method}, {len(self.probes)} probed"
+        return f"{self.path}: formats of {self.target}\n{weights}\n{len(known)} formats: {', '.join(known)}"
+
     def to_dict(self) -> dict[str, object]:
         enough = len(self.probes) > 2
         return {
@@ -54,13 +61,13 @@ def measure(
     *,
     stats: str | Path,
     to: str = "gguf",
-    formats: Sequence[str] = (),
+    formats: str | Sequence[str] = (),
     method: str = "auto",
     probes: int = 0,
-    kv: Sequence[str] = (),
+    kv: str | Sequence[str] = (),
     held_out: Paths = (),
     tokens: int = TOKENS,
-    memory: int = calibration.MEMORY,
+    memory: str | int = calibration.MEMORY,
     executor: str = executors.LOCAL,
     store: str | None = None,
     like: str | Path | None = None,
@@ -76,6 +83,7 @@ def measure(
     """
     path, target, workers = Path(out), targets.get(to), executors.parse(executor, store)
     methods.get(method)
+    kv = names_of(kv)
     for name in kv:
         kv_formats.get(name)
     source = models.open(model, offline)
@@ -86,7 +94,7 @@ def measure(
     if subject.layout and (probes or not workers.in_process):
         raise InputError("`--probes` and `--executor` do not go with a layout that is not fewbits' own", "leave them out")
     statistics = reuse.matched(Statistics(Path(stats)).expect(source.weights), subject)
-    candidates = pricing.candidates_for(subject, target, tuple(formats))
+    candidates = pricing.candidates_for(subject, target, names_of(formats))
     windows = split.held_out_windows(source, held_out, None, tokens) if probes or kv else []
     measured: list[Probe] = []
     with open_cache(work, progress=progress) as cache, executors.open_crew(workers, source, model, offline) as crew:
@@ -95,7 +103,7 @@ def measure(
             rows = kv_costs.cache_costs(source, list(kv), [min(map(len, windows))], windows, progress)
             table = replace(table, kv={row.format: row.kl for row in rows})
         if probes:
-            measured = probe(source, statistics, table, spread_out(table, probes), windows, memory, progress)
+            measured = probe(source, statistics, table, spread_out(table, probes), windows, bytes_of(memory, "--memory"), progress)
             table = replace(table, factors=factors(measured))
         table = pricing.with_container(table, subject, target)
         table.save(path)

@@ -114,6 +114,8 @@ def _library() -> Any:
 
 
 class LlamaCppSession(Session):
+    timed = True
+
     def __init__(self, path: Path, context: int) -> None:
         import torch
 
@@ -151,6 +153,17 @@ class LlamaCppSession(Session):
         self.forget()
         for start in range(0, len(tokens), PART):
             yield self.decode(tokens[start : start + PART], start, every=True)
+
+    def following(self, tokens: list[int], count: int) -> Iterator[int]:
+        self.check(tokens, len(tokens) + count)
+        self.forget()
+        for start in range(0, len(tokens), PART):
+            last = self.decode(tokens[start : start + PART], start, every=False)
+        for place in range(len(tokens), len(tokens) + count):
+            token = int(last[-1].argmax())
+            yield token
+            if place + 1 < len(tokens) + count:
+                last = self.decode([token], place, every=False)
 
     def embeddings(self, tokens: list[int]) -> Tensor:  # -> (len(tokens), width) float32, or (1, width) where they are pooled
         import numpy as np

@@ -6,6 +6,7 @@ packed layers give what its decoded ones do: the text is then run with the weigh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ _SAME = 1e-3  # of the spread of logits: float32 in another order, through all l
 class _Loaded(Session):
     def __init__(self, model: Any, vocabulary: int, context: int) -> None:
         self._model, self.vocabulary, self.context = model, vocabulary, context
+        self.timed = _on_a_gpu()  # elsewhere it runs with decoded weights
 
     def logits(self, tokens: list[int]) -> Tensor:
         import mlx.core as mx
@@ -34,6 +36,17 @@ class _Loaded(Session):
         self.check(tokens, len(tokens))
         logits = self._model(mx.array([tokens]))[0].astype(mx.float32)
         return to_torch(logits)[:, : self.vocabulary]
+
+    def following(self, tokens: list[int], count: int) -> Iterator[int]:
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+
+        self.check(tokens, len(tokens) + count)
+        cache, new = make_prompt_cache(self._model), tokens
+        for _ in range(count):
+            logits = self._model(mx.array([new]), cache=cache)[0, -1, : self.vocabulary]
+            new = [int(to_torch(mx.argmax(logits, keepdims=True))[0])]
+            yield new[0]
 
     def close(self) -> None:
         import mlx.core as mx

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits.errors import InputError
+from fewbits.inference import genai_folder
 from fewbits.store.untrusted import first_line, read_json
-from fewbits.targets.onnx import versions
 from fewbits.verification.runtimes import Runtime
 from fewbits.verification.session import Session
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_CONFIG = "genai_config.json"
-_OLDEST = "0.11"  # the oldest that was tried
 _GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
 
 
@@ -27,6 +25,8 @@ def _package() -> Any:
 
 
 class _Generated(Session):
+    timed = True
+
     def __init__(self, model: Any, vocabulary: int, context: int) -> None:
         self._model, self.vocabulary, self.context = model, vocabulary, context
 
@@ -36,6 +36,15 @@ class _Generated(Session):
 
         generator = self._fed(tokens, len(tokens))
         return torch.from_numpy(generator.get_output("logits")[0].copy()).float()
+
+    def following(self, tokens: list[int], count: int) -> Iterator[int]:
+        """By genai's own greedy search, which ends at the end of a text."""
+        generator = self._fed(tokens, len(tokens) + count)
+        for _ in range(count):
+            if generator.is_done():
+                return
+            generator.generate_next_token()
+            yield int(generator.get_next_tokens()[0])
 
     def close(self) -> None:
         self._model = None
@@ -57,10 +66,7 @@ class OnnxRuntimeGenai(Runtime):
     extra = "genai"
 
     def missing(self) -> str | None:
-        installed = versions.installed("onnxruntime-genai")
-        if installed is None:
-            return "the package `onnxruntime-genai` is not installed"
-        return f"onnxruntime-genai is {installed}, but {_OLDEST} is needed" if versions.older(installed, _OLDEST) else None
+        return genai_folder.missing()
 
     def version(self) -> str:
         from importlib.metadata import version
@@ -68,20 +74,15 @@ class OnnxRuntimeGenai(Runtime):
         return f"onnxruntime-genai {version('onnxruntime-genai')}, onnxruntime {version('onnxruntime')}"
 
     def takes(self, path: Path) -> bool:
-        return (path / _CONFIG).is_file()
+        return genai_folder.takes(path)
 
     def open(self, path: Path, context: int) -> Session:
-        import torch
 
         hint = "give a folder that `fewbits export --to onnx-genai` wrote"
-        about = read_json(path / _CONFIG, hint)
+        about = read_json(path / genai_folder.CONFIG, hint)
         try:
             vocabulary, longest = int(about["model"]["vocab_size"]), int(about["model"]["context_length"])
-            settings: dict[str, Any] = {"decoder": {"session_options": {"intra_op_num_threads": torch.get_num_threads()}}}
-            genai = _package()
-            config = genai.Config(str(path))
-            config.overlay(json.dumps({"model": settings}))
-            model = genai.Model(config)
+            model = genai_folder.loaded(path)
         except Exception as failure:
             raise InputError(f"onnxruntime-genai cannot load `{path}`: {first_line(failure)}", hint) from failure
         return _Generated(model, vocabulary, min(context, longest))

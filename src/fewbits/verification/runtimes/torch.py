@@ -63,6 +63,10 @@ class _Module(Session):
             cache = EmulatedKVCache(self._kv)
             return torch.cat([self._run(piece, past_key_values=cache) for piece in self._kv.pieces(tokens)])
 
+    def following(self, tokens: list[int], count: int) -> Iterator[int]:
+        plain = self._kv is None and not self._activations
+        return greedy(self._module, tokens, count) if plain else super().following(tokens, count)
+
     def embeddings(self, tokens: list[int]) -> Tensor:
         """Of a module without a head, whose first output is the hidden states."""
         return self.logits(tokens)
@@ -73,6 +77,20 @@ class _Module(Session):
         out = self._module(input_ids=torch.tensor([tokens]), use_cache=bool(cache), return_dict=False, **cache)
         logits: Tensor = out[0][0].float()
         return logits
+
+
+def greedy(module: Any, tokens: list[int], count: int) -> Iterator[int]:
+    """The likeliest token each time. Not by transformers' `generate`, which would obey the folder's generation config."""
+    import torch
+
+    sequence, new, cache = list(tokens), list(tokens), None
+    for _ in range(count):
+        with torch.inference_mode():
+            out = module(input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True)
+        sequence.append(int(out.logits[0, -1].argmax()))
+        yield sequence[-1]
+        cache = getattr(out, "past_key_values", None)
+        new = sequence if cache is None else sequence[-1:]  # a model with a cache of another kind reads it all again
 
 
 @contextmanager

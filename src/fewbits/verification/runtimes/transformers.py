@@ -19,6 +19,7 @@ from fewbits.errors import InputError, MissingError
 from fewbits.store.untrusted import first_line, read_json
 from fewbits.targets.compressed_tensors import contents, loading, schemes
 from fewbits.verification.runtimes import Runtime
+from fewbits.verification.runtimes.torch import greedy
 from fewbits.verification.session import Session
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class _Loaded(Session):
         with torch.inference_mode():
             logits: Tensor = self._module(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
         return logits
+
+    def following(self, tokens: list[int], count: int) -> Iterator[int]:
+        return greedy(self._module, tokens, count)
 
     def close(self) -> None:
         self._module = None

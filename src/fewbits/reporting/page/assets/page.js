@@ -37,12 +37,13 @@
 
   const slider = document.getElementById("size");
   if (slider) {
-    const output = document.getElementById("stop"), back = document.getElementById("mine");
+    const output = document.getElementById("stop"), back = document.getElementById("mine"), command = document.getElementById("command");
     const move = () => {
       stop = stops[Number(slider.value)];
       output.textContent = stop.said;
       slider.setAttribute("aria-valuetext", stop.said);
       back.disabled = stop.mine;
+      if (command) command.textContent = stop.command;
       draw("frontier", "map");
     };
     slider.addEventListener("input", move);
