@@ -125,15 +125,20 @@ def test_names_stand_for_settings() -> None:
     (few,) = named.parse(["autoround"], 3)
     assert plain.gguf_job("q4_k_m", 1, 1) == {"format": "gguf:q4_k_m", "scheme": "GGUF:Q4_K_M", "arguments": {"iters": 200}}
     assert few.gguf_job("q4_k_m", 1, 1)["arguments"] == {"iters": 3} and few.maker == "autoround, 3 steps"
-    assert few.folder_job(32) == {"format": "llm_compressor", "scheme": "W4A16", "arguments": {"iters": 3, "group_size": 32}}
+    assert few.folder_job("int4_g32") == {"format": "llm_compressor", "scheme": "W4A16", "arguments": {"iters": 3, "group_size": 32}}
     (untuned,) = named.parse(["autoround-rtn"], 3)
-    assert untuned.maker == "autoround-rtn" and untuned.folder_job(128)["arguments"]["iters"] == 0
+    assert untuned.maker == "autoround-rtn" and untuned.folder_job("int4_g128")["arguments"]["iters"] == 0
+    (feedback, rounding) = named.parse(["llmcompressor-gptq", "llmcompressor-rtn"])
+    assert feedback.folder_job("int4_g32")["weights"]["observer"] == "mse"
+    assert feedback.folder_job("nvfp4_tensor")["weights"]["observer"] == "nvfp4_expanded_mse"
+    assert rounding.folder_job("nvfp4_tensor")["weights"]["observer"] == "memoryless_minmax"
+    assert feedback.makes_folder("mxfp4") and not plain.makes_folder("nvfp4_tensor")
     (scheme,) = named.parse(["autoscheme"])
     job = scheme.gguf_job("iq4_xs", 1000, 1600)
     assert job["bits"] == 5 and job["weight_bytes"] == 1000 and job["format"] == "gguf:q4_k_m" and scheme.makes("iq4_xs")
     gptq, awq = named.parse(["llmcompressor"])
-    assert gptq.folder_job(128) == {"method": "gptq", "symmetric": True, "observer": "mse", "group": 128}
-    assert awq.folder_job(32)["method"] == "awq" and not awq.makes("q4_0") and not plain.makes("iq4_xs")
+    assert gptq.folder_job("int4_g128")["method"] == "gptq" and gptq.folder_job("int4_g128")["weights"]["group_size"] == 128
+    assert awq.folder_job("int4_g32")["method"] == "awq" and not awq.makes("q4_0") and not plain.makes("iq4_xs")
 
 
 def test_only_known_peers_are_installed_and_no_folder_is_overwritten(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def every_format(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 def test_every_format_is_there_and_some_are_not(every_format: Written) -> None:
     assert {entry.format for entry in every_format.artifact.plan.entries} >= {fmt.name for fmt in ACCEPTED}
-    assert {"int2_g32", "int3_g32_asym", "int8_channel", "fp8_e4m3_tensor", "q4_0", "q8_0", "tq2_0", "mxfp4", "nvfp4"} <= {
+    assert {"int2_g32", "int3_g32_asym", "int8_channel", "fp8_e4m3_tensor", "q4_0", "q8_0", "tq2_0", "mxfp4", "nvfp4", "nvfp4_tensor"} <= {
         fmt.name for fmt in ACCEPTED
     }
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_quantized_is_kept_with_its_reason_and_loads(name: str, t
 
 
 REFUSED = {"q4_k": "minimum", "q4_1": "minimum", "q6_k": "scales of scales", "q3_s6": "scales of scales", "iq4_nl": "consecutive",
-           "iq4_xs": "consecutive", "fp8_e5m2_channel": "e4m3", "nvfp4_tensor": "bfloat16"}  # fmt: skip
+           "iq4_xs": "consecutive", "fp8_e5m2_channel": "e4m3"}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "word"), REFUSED.items())

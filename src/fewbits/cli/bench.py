@@ -28,6 +28,7 @@ Rivals = Annotated[
 ]
 RivalFolder = Annotated[Path | None, typer.Option("--peer-env", help="Folder of the peers' environments. Default: in the user's cache.")]
 RivalSteps = Annotated[int | None, typer.Option("--peer-steps", min=1, help="Of AutoRound. Default: its own, 200.")]
+RivalSamples = Annotated[int | None, typer.Option("--peer-samples", min=1, help="Samples that `--peer`s get. Default: as many as ours.")]
 Remake = Annotated[bool, typer.Option("--remake", help="Make and measure ours again; the peer's files stay.")]
 
 bench = typer.Typer(no_args_is_help=True, help="Measurements against peers and limits, as ratios in one run.")
@@ -41,7 +42,8 @@ def quality(
     held_out: HeldOut = None,
     stats: Stats = None,
     formats: Annotated[
-        str, typer.Option("--formats", help="GGUF formats, with commas; or int4_g32,int4_g128 (in transformers, against --peer).")
+        str,
+        typer.Option("--formats", help="GGUF formats, with commas; or int4_g32,nvfp4_tensor,... (in transformers, against --peer)."),
     ] = "q4_0,q4_1,q5_0,iq4_nl",
     guard: Annotated[str, typer.Option("--guard", help="Of these, the ones to make with the plain Hessian too.")] = "q4_0",
     samples: Samples = 64,
@@ -54,6 +56,7 @@ def quality(
     peer: Rivals = "",
     peer_env: RivalFolder = None,
     peer_steps: RivalSteps = None,
+    peer_samples: RivalSamples = None,
     as_json: Json = False,
 ) -> None:
     """Same bytes, one format: KL of llama.cpp's own quantizer with an importance matrix, ours, ours with the plain Hessian, and peers.
@@ -67,7 +70,7 @@ def quality(
     from fewbits.benchmarks.tables import quality as tables
 
     texts, keep = Texts(data or (), held_out or (), stats, samples, tokens), () if whole else ("embed|wte|lm_head=keep",)
-    ours, who = Ours(method, sequential, tune, remake, names_of(guard)), outside(names_of(peer), peer_env, peer_steps)
+    ours, who = Ours(method, sequential, tune, remake, names_of(guard)), outside(names_of(peer), peer_env, peer_steps, peer_samples)
     result = run(model, out, texts, names_of(formats), keep, ours, who, progress_for(as_json, False))
     show(result, tables.formats, as_json)
 
@@ -92,6 +95,7 @@ def plans(
     peer: Rivals = "",
     peer_env: RivalFolder = None,
     peer_steps: RivalSteps = None,
+    peer_samples: RivalSamples = None,
     as_json: Json = False,
 ) -> None:
     """Same bytes, in llama.cpp: its own mixes with its own quantizer, that quantizer with other allocations, ours, and peers.
@@ -104,7 +108,7 @@ def plans(
     from fewbits.benchmarks.quality.plans import plans as run
     from fewbits.benchmarks.tables import quality as tables
 
-    texts, who = Texts(data or (), held_out or (), stats, samples, tokens), outside(names_of(peer), peer_env, peer_steps)
+    texts, who = Texts(data or (), held_out or (), stats, samples, tokens), outside(names_of(peer), peer_env, peer_steps, peer_samples)
     ours = Ours(sequential=sequential, tune=tune, remake=remake, formats=names_of(formats))
     show(run(model, out, texts, names_of(mixes), brief, ours, who, progress_for(as_json, False)), tables.mixes, as_json)
 

@@ -6,7 +6,9 @@
 
 A NaN scale is never written; read, it makes its block NaN as the specifications say (ggml takes it for a number).
 UE4M3 reaches from 2^-9 to 448 and loses precision below 2^-6. So nvfp4 as in GGUF suits weights of 0.1 and more;
-nvfp4_tensor is NVIDIA's version: a float32 factor for the whole weight brings any weight into that range.
+nvfp4_tensor is NVIDIA's version: a float32 factor for the whole weight brings any weight into that range. Ours is 2^-10 for weights of usual
+size, 2^8 more or less for others: a power of two costs no precision and is exact in every reader, and layers that a runtime joins (q, k, v)
+share one.
 """
 
 from __future__ import annotations
@@ -97,10 +99,8 @@ class WithFactor(Microscaling):
         return {**super().parts(shape), "factor": Spec("float32", (1, 1))}
 
     def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
-        # NVIDIA: the largest weight at 6 * 448. The search gets an octave above it to move in; powers of two cost no precision.
-        top = 6 * 448.0 if how == "max" else 6 * 224.0
-        factor = fixed["factor"] if fixed else (w.abs().amax() / top).reshape(1, 1)
-        return {**super().fit(w / factor.masked_fill(factor == 0, 1.0), importance, how=how), "factor": factor}
+        factor = fixed["factor"] if fixed else _factor(w.abs().amax()).reshape(1, 1)
+        return {**super().fit(w / factor, importance, how=how), "factor": factor}
 
     def affine(self, grid: Grid, columns: Columns = slice(None)) -> tuple[Tensor, Tensor | None]:
         return super().affine(grid, columns)[0] * grid["factor"], None
@@ -111,6 +111,16 @@ class WithFactor(Microscaling):
     def unpack(self, parts: Parts) -> tuple[Tensor, Grid]:
         codes, grid = super().unpack(parts)
         return codes, {**grid, "factor": parts["factor"]}
+
+
+def _factor(peak: Tensor) -> Tensor:
+    """Scales up to 224: the search gets an octave above to move in. A step of 2^8 still leaves scales of six octaves below the largest
+    their full precision."""
+    import torch
+
+    exponent = torch.frexp(peak / (6 * 224)).exponent  # the least n with peak < 2^n * 6 * 224
+    steps = torch.ceil((exponent.float() + 10) / 8)
+    return torch.where(peak == 0, 1.0, torch.exp2((8 * steps - 10).clamp(-120, 120)))
 
 
 _NV: dict[str, Any] = {"group": 16, "block": 64, "fields": (4, 32), "scale_values": UE4M3}

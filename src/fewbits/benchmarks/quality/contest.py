@@ -83,8 +83,8 @@ class Texts:
         """Whether the text that was calibrated with is here: beside given statistics it need not be."""
         return self.stats is None or bool(self.data)
 
-    def drawn(self, source: Model) -> Samples:
-        return calibration.draw(source, self.data, self.samples, None, 0)
+    def drawn(self, source: Model, samples: int | None = None) -> Samples:
+        return calibration.draw(source, self.data, samples or self.samples, None, 0)
 
 
 @dataclass(frozen=True)

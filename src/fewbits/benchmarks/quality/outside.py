@@ -21,6 +21,7 @@ class Outside:
 
     peers: tuple[Peer, ...] = ()
     folder: Path = Path()  # of the environments
+    samples: int | None = None  # that they get; None: as many as ours
     target_size: bool = False  # llama.cpp's allocation by target size was asked for by name
 
     def check(self, texts: Texts) -> None:
@@ -35,16 +36,17 @@ class Outside:
 NOBODY = Outside()
 
 
-def outside(names: Sequence[str], folder: Path | None = None, steps: int | None = None) -> Outside:
+def outside(names: Sequence[str], folder: Path | None = None, steps: int | None = None, samples: int | None = None) -> Outside:
     apart = [name for name in names if name.lower() != TARGET_SIZE]
-    return Outside(tuple(named.parse(apart, steps)), folder or environments.usual_folder(), len(apart) < len(names))
+    return Outside(tuple(named.parse(apart, steps)), folder or environments.usual_folder(), samples, len(apart) < len(names))
 
 
 def add(contest: Contest, who: Outside, name: str, peer: Peer, job: dict[str, Any]) -> Path:
     """The peer's file of this name, unless an earlier run made it."""
     path = contest.place(name)
     if not path.exists():
-        python, samples = environments.python_of(peer.program, who.folder), contest.texts.drawn(contest.source).ids
+        python = environments.python_of(peer.program, who.folder)
+        samples = contest.texts.drawn(contest.source, who.samples).ids
         job = {**job, "model": str(contest.source.path.resolve())}
         environments.run(python, peer.program, job, samples, path, contest.folder / "logs" / f"{name}.log", contest.progress)
     return path

@@ -4,8 +4,8 @@ GGUF, in llama.cpp: its own quantizer with an importance matrix against ours. Bo
 hold the same formats, weight for weight. A third file is made with the plain Hessian: what error feedback does when nothing is known of the
 attention sink. Weights whose columns do not divide into the blocks of a type get what llama-quantize gives them, on both sides.
 
-Groups of 4-bit integers (`int4_g32`, `int4_g128`), as compressed-tensors folders in transformers: peers in environments of their own
-against ours. All quantize the linear layers of the blocks and nothing else.
+Groups of 4-bit integers (`int4_g32`, `int4_g128`) and 4-bit floats (`nvfp4_tensor`, `mxfp4`), as compressed-tensors folders in
+transformers: peers in environments of their own against ours. All quantize the linear layers of the blocks and nothing else.
 
 Every file runs on text that calibration did not see.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import formats, model, planning
 from fewbits.benchmarks.peers.ggml import SPELLED
-from fewbits.benchmarks.peers.named import GROUPS, TARGET_SIZE
+from fewbits.benchmarks.peers.named import FOLDERS, TARGET_SIZE
 from fewbits.benchmarks.quality import outside
 from fewbits.benchmarks.quality.contest import (
     BY_DEFAULT,
@@ -75,7 +75,7 @@ def quality(
     """On each of the held-out texts, with the same files. `keep`: overrides of a format, for weights that neither side quantizes. `who`:
     the peers beside llama.cpp's quantizer."""
     names = [formats.get(fmt).name for fmt in names]
-    grouped = [fmt for fmt in names if fmt in GROUPS]
+    grouped = [fmt for fmt in names if fmt in FOLDERS and (who.peers or fmt not in SPELLED)]  # mxfp4 is in both worlds
     _check(names, grouped, keep, who)
     who.check(texts)
     source, settings = model.open(name), {"keep": list(keep)} | ({"to": "safetensors"} if grouped else {})
@@ -89,8 +89,8 @@ def quality(
         contest.add(f"{fmt} {maker}", plan, maker)
         bits[fmt, maker] = bits_per_weight(contest.files[f"{fmt} {maker}"], source) if grouped else plan.bits_per_weight
     for fmt in grouped:
-        for peer in who.peers:
-            path = outside.add(contest, who, f"{fmt} {peer.maker}", peer, peer.folder_job(GROUPS[fmt]))
+        for peer in (peer for peer in who.peers if peer.makes_folder(fmt)):
+            path = outside.add(contest, who, f"{fmt} {peer.maker}", peer, peer.folder_job(fmt))
             wanted.append((fmt, peer.maker))
             bits[fmt, peer.maker] = bits_per_weight(path, source)
 
@@ -108,7 +108,7 @@ def _check(names: Sequence[str], grouped: Sequence[str], keep: Sequence[str], wh
         other = next(fmt for fmt in names if fmt not in grouped)
         raise InputError(f"`{other}` is judged in llama.cpp and `{grouped[0]}` in transformers", "run them apart, each with its own `-o`")
     if unknown := [fmt for fmt in names if fmt not in SPELLED and fmt not in grouped]:
-        known = f"it has: {', '.join(SPELLED)}; for peers with `--peer`: {', '.join(GROUPS)}"
+        known = f"it has: {', '.join(SPELLED)}; for peers with `--peer`: {', '.join(FOLDERS)}"
         raise InputError(f"llama.cpp has no quantizer for `{unknown[0]}` to compare with", known)
     if grouped and not who.peers:
         raise InputError(f"`{grouped[0]}` has no peer in llama.cpp", "name others, for example `--peer llmcompressor,autoround`")

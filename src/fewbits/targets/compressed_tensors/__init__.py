@@ -29,6 +29,7 @@ from fewbits.store.scratch import scratch_folder
 from fewbits.targets import Target, WrongFileError
 from fewbits.targets.compressed_tensors import schemes, shards
 from fewbits.targets.compressed_tensors.configuration import layers_that_differ, quantization_config, scheme_of
+from fewbits.targets.compressed_tensors.joined_layers import joined_with, under_one_factor
 from fewbits.targets.compressed_tensors.schemes import Scheme
 from fewbits.targets.compressed_tensors.shards import Array, Piece
 
@@ -224,6 +225,10 @@ def _quantized(source: Artifact | Draft, weight: Weight, layout: Layout) -> Piec
 
     def load() -> dict[str, Tensor]:
         fmt, parts = formats.get(source.plan[weight.name].format), _packed_parts(source, weight)
+        if "factor" in parts:
+            beside = joined_with(weight, source.weights, TARGET.together)
+            factors = [its["factor"] for each in beside if "factor" in (its := _packed_parts(source, each))]
+            parts = under_one_factor(fmt, parts, max(factors))
         tensors: dict[str, Tensor] = {}
         for layer, rows in places:
             named = schemes.tensors(scheme, fmt, weight.shape, parts, rows) | schemes.input_tensors(activation)

@@ -7,7 +7,7 @@
     int-quantized         weight int8 [rows, cols], weight_scale float16 [rows, 1]: 8 bits that meet 8-bit activations
     float-quantized       weight float8_e4m3fn [rows, cols], weight_scale float32 [rows, 1], or [1] for the whole weight
     mxfp4-pack-quantized  weight_packed uint8 [rows, cols / 2], the even column in the low bits; weight_scale uint8, 2^(n - 127) per 32
-    nvfp4-pack-quantized  the same with weight_scale float8_e4m3fn per 16; weight_global_scale float32 [1], which is 1 here
+    nvfp4-pack-quantized  the same with weight_scale float8_e4m3fn per 16; weight_global_scale float32 [1]: 1 / factor
 
 Beside an input that is rounded by a fixed scale: input_scale float32 [1], and input_zero_point int8 [1] where it has one.
 
@@ -57,7 +57,7 @@ class Scheme:
     def type(self) -> str:
         """The name of the format with just these values, where fewbits has one."""
         if self.kind == "float" and self.bits == 4:
-            return "mxfp4" if self.strategy == "group" else "nvfp4"
+            return "mxfp4" if self.strategy == "group" else "nvfp4_tensor"
         reach = f"g{self.group}" if self.group else self.strategy
         return f"fp8_e4m3_{reach}" if self.kind == "float" else f"int{self.bits}_{reach}{'' if self.symmetric else '_asym'}"
 
@@ -127,10 +127,9 @@ def of(fmt: Format) -> Scheme | str:
 def _of_small_floats(fmt: Microscaling) -> Scheme | str:
     if fmt.levels == E2M1 and not fmt.tensor_wide and fmt.scale_values == E8M0 and fmt.group == 32:
         return Scheme("mxfp4-pack-quantized", "float", 4, "group", 32)
-    if fmt.levels == E2M1 and not fmt.tensor_wide and fmt.scale_values == UE4M3 and fmt.group == 16:
+    if fmt.levels == E2M1 and fmt.scale_values == UE4M3 and fmt.group == 16:
         return Scheme("nvfp4-pack-quantized", "float", 4, "tensor_group", 16)
-    # compressed-tensors divides by the reciprocal of the factor and keeps 8 bits of the result
-    return f"compressed-tensors rounds the product of {fmt.name}'s two scales to bfloat16: its values would be others"
+    return f"{fmt.name} has other levels or scales than the 4-bit floats of compressed-tensors"
 
 
 def not_for_experts(scheme: Scheme) -> str | None:
@@ -199,7 +198,9 @@ def tensors(scheme: Scheme, fmt: Format, shape: Shape, parts: Parts, which: slic
         if scheme.strategy == "group":
             return halved | {"weight_scale": grid["scales"]}
         unsigned = (grid["scales"] & 127).view(torch.float8_e4m3fn)
-        return halved | {"weight_scale": unsigned, "weight_global_scale": torch.ones(1)}
+        # readers divide by it and keep 8 bits of the result: exact, because the factor is a power of two
+        factor = grid["factor"].flatten() if "factor" in grid else torch.ones(1)
+        return halved | {"weight_scale": unsigned, "weight_global_scale": 1 / factor}
     if scheme.kind == "float":
         scales = grid["scales"].float()
         return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales.flatten() if scheme.strategy == "tensor" else scales}

@@ -1,4 +1,4 @@
-"""llm-compressor: a model folder and samples of tokens in, a compressed-tensors folder out, by GPTQ or by AWQ.
+"""llm-compressor: a model folder and samples of tokens in, a compressed-tensors folder out, by GPTQ, by AWQ or by plain rounding.
 
 `observer` fits the range of each group: `mse` searches it, which is better than the default of the largest values. GPTQ is at its defaults
 otherwise (columns by falling activation, damping 0.01, block after block on the outputs of quantized ones); AWQ searches scales with and
@@ -43,11 +43,11 @@ def _recipe(job: dict[str, Any]) -> list[Any]:
     from llmcompressor.modifiers.quantization import QuantizationModifier  # type: ignore[import-not-found]
     from llmcompressor.modifiers.transform.awq import AWQModifier  # type: ignore[import-not-found]
 
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": job["group"]}
-    weights |= {"symmetric": job["symmetric"], "observer": job["observer"]}
-    what: dict[str, Any] = {"config_groups": {"all": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"]}
+    what: dict[str, Any] = {"config_groups": {"all": {"targets": ["Linear"], "weights": job["weights"]}}, "ignore": ["lm_head"]}
     if job["method"] == "gptq":
         return [GPTQModifier(**what)]
+    if job["method"] == "rtn":
+        return [QuantizationModifier(**what)]
     return [AWQModifier(duo_scaling="both"), QuantizationModifier(**what)]
 
 
