@@ -45,6 +45,7 @@ def fresh_caches() -> Iterator[None]:
     def clear() -> None:
         processor.native_missing.cache_clear()
         processor.table.cache_clear()
+        processor.fastest_here.cache_clear()
         processor.native.cache_clear()
 
     clear()

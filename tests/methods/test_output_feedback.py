@@ -89,10 +89,30 @@ def test_the_held_out_cost_is_that_of_rounding() -> None:
 def test_damping_is_chosen_on_the_other_half_and_noise_is_left_alone() -> None:
     rows = 128
     shared = torch.stack([moment(rows, 2000, 1), moment(rows, 2000, 2)])
-    assert outputs.choose_damping(shared, torch.ones(rows)) in outputs.DAMPINGS
+    assert outputs.choose_damping(*shared, torch.ones(rows)) in outputs.DAMPINGS
     generator = torch.Generator().manual_seed(0)
     noise = [torch.randn(16, rows, generator=generator) for _ in range(2)]  # fewer tokens than rows, and nothing in common
-    assert outputs.choose_damping(torch.stack([x.T @ x for x in noise]), torch.ones(rows)) is None
+    assert outputs.choose_damping(*(x.T @ x for x in noise), torch.ones(rows)) is None
+
+
+def _evened(gradient: Tensor) -> Tensor:
+    """Tokens count by the size of their gradient, not by its square."""
+    return gradient / gradient.norm(dim=1, keepdim=True).sqrt()
+
+
+def test_moments_are_read_in_squares_whatever_counts_in_them() -> None:
+    gradient = torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
+    gradient[3], gradient[7] = 100 * gradient[3], 0
+    sums = torch.zeros(10, 10)
+    output_moments.add(sums, gradient)
+    square = gradient.square().sum(0)
+    assert sums.isfinite().all() and sums.trace() < 0.1 * square.sum()
+    assert torch.allclose(output_moments.in_squares(sums, square).trace(), square.sum())
+    alike = gradient[:1].expand(5, 10)  # where all tokens have one size it is the plain sum
+    sums = torch.zeros(10, 10)
+    output_moments.add(sums, alike)
+    assert torch.allclose(output_moments.in_squares(sums, alike.square().sum(0)), alike.T @ alike, rtol=1e-5)
+    assert not output_moments.in_squares(torch.zeros(10, 10), torch.zeros(10)).any()
 
 
 def test_moments_are_sums_within_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +122,7 @@ def test_moments_are_sums_within_blocks_of_rows(monkeypatch: pytest.MonkeyPatch)
     output_moments.add(sums, gradient[:20])
     output_moments.add(sums, gradient[20:])
     assert output_moments.size_of(10) == 4
+    gradient = _evened(gradient)
     whole, start = gradient.T @ gradient, 0
     for block in output_moments.blocks(sums):
         here = slice(start, start + len(block))
@@ -120,6 +141,7 @@ def test_rearranged_moments_are_those_of_the_rearranged_rows(monkeypatch: pytest
         output_moments.add(sums[0], gradient)
         parts.append(sums)
         block = torch.arange(rows) // sums.shape[2]
+        gradient = _evened(gradient)
         wholes.append((gradient.T @ gradient) * (block.unsqueeze(1) == block))
     source = torch.cat([torch.zeros(8, dtype=torch.int64), torch.ones(12, dtype=torch.int64)])
     rows = torch.cat([torch.randperm(8, generator=generator), torch.randperm(12, generator=generator)])
@@ -138,7 +160,7 @@ def test_rearranged_moments_are_those_of_the_rearranged_rows(monkeypatch: pytest
 
 def test_rescaled_moments_are_those_of_rescaled_gradients() -> None:
     gradient, factors = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)), torch.rand(6) + 0.5
-    plain, divided = torch.zeros(2, 6, 6), torch.zeros(2, 6, 6)
+    plain = torch.zeros(2, 6, 6)
     output_moments.add(plain[0], gradient)
-    output_moments.add(divided[0], gradient / factors)
-    assert torch.allclose(output_moments.rescaled(plain, factors), divided, rtol=1e-5)
+    divided = _evened(gradient) / factors  # tokens keep the weight that they had
+    assert torch.allclose(output_moments.rescaled(plain, factors)[0], divided.T @ divided, rtol=1e-5)

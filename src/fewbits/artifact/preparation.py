@@ -14,7 +14,7 @@ from fewbits.calibration.folder import Statistics
 from fewbits.calibration.importance_matrix import ImportanceMatrix
 from fewbits.calibration.text.coverage import Coverage, coverage
 from fewbits.errors import InputError
-from fewbits.formats.runtime.activations import Activation
+from fewbits.formats.runtime.activations import NVFP4, Activation
 from fewbits.rewrites.rescaling import RewrittenModel
 from fewbits.rewrites.statistics import Rescaled, digest
 from fewbits.store.cache import hash_of
@@ -136,11 +136,13 @@ def _ranged(plan: Plan, statistics: Statistics | ImportanceMatrix | None) -> Pla
     chosen = {}
     for name, activation in plan.activations.items():
         if activation.static and activation.range:
-            levels = ranges.LEVELS[activation.format if activation.symmetric else f"{activation.format}_asymmetric"]
             seen = statistics.of(name).input
             if seen is None:  # calibration never reached it: dynamic instead
-                chosen[name] = Activation(activation.format)
+                chosen[name] = activation.calibrated(-448, 448) if activation.format == NVFP4 else Activation(activation.format)
+            elif activation.format == NVFP4:  # its scales follow the values: the factor only has to keep them in reach
+                chosen[name] = activation.calibrated(float(seen.low.min()), float(seen.high.max()))
             else:
+                levels = ranges.LEVELS[activation.format if activation.symmetric else f"{activation.format}_asymmetric"]
                 span = seen.range(activation.range, levels)
                 chosen[name] = activation.calibrated(span.low, span.high)
     return planning.with_activations(plan, chosen)

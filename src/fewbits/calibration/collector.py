@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 STEPS = ("input", "hidden", "gradient", "back")  # of the cache
 _SEED = 0  # of the labels
-_FIELDS = 2  # raised when statistics get a new field: results without it do not serve any more
+_FIELDS = 3  # raised when statistics get a new field or another meaning: results of before do not serve any more
 
 
 class _Enough(Exception):  # noqa: N818 - not an error: the input of the output matrix was seen, and no logits are needed

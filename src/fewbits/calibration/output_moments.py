@@ -1,4 +1,8 @@
-"""Second moments of the gradient at a weight's outputs, sum of g g^T: how errors in its rows add up in the loss, or cancel.
+"""Second moments of the gradient at a weight's outputs: how errors in its rows add up in the loss, or cancel.
+
+What is summed is g g^T / |g|. A few tokens have gradients a hundred times larger than the rest, and by squares they would be all that the
+sum shows: on SmolLM2 one in a thousand makes up 2 to 99 % of it. What is left of the cost when rows make up for each other, judged by
+plain squares on other samples, is lower by this sum for each of 35 weights of SmolLM2: by 3 % in the median, by 43 % at the most.
 
 Of all pairs of rows that would be rows^2 numbers. Above `MOST` rows only pairs within blocks of neighbouring rows are summed: (2 halves,
 rows, size) holds, for every row, its products with the rows of its own block.
@@ -40,13 +44,20 @@ def zeros(weight: Weight, new: Callable[[Sequence[int]], Tensor]) -> Tensor | No
 
 def add(sums: Tensor, gradient: Tensor) -> None:
     """sums (rows, size), of one half; gradient (tokens, rows)."""
-    for part, into in zip(gradient.split(sums.shape[1], 1), blocks(sums), strict=True):
+    root = torch.linalg.vector_norm(gradient, dim=1, keepdim=True).sqrt_()
+    for part, into in zip((gradient / root.masked_fill_(root == 0, 1)).split(sums.shape[1], 1), blocks(sums), strict=True):
         into.addmm_(part.T, part)
 
 
 def blocks(sums: Tensor) -> list[Tensor]:
     """Views of the symmetric matrices in (rows, size)."""
     return [part[:, : len(part)] for part in sums.split(sums.shape[1])]
+
+
+def in_squares(sums: Tensor, square: Tensor) -> Tensor:
+    """sums (rows, size) with the trace of sum g g^T. square: (rows,) sum of g^2."""
+    trace = sum(float(block.diagonal().sum(dtype=torch.float64)) for block in blocks(sums))
+    return sums * (float(square.sum()) / trace) if trace > 0 else sums
 
 
 def rearranged(parts: Sequence[Tensor | None], source: Tensor, rows: Tensor) -> Tensor | None:

@@ -130,7 +130,7 @@ class WeightStatistics:
     gradient_square: Tensor | None = None  # (2, rows) float64: sum over tokens of g^2
     fisher_square: Tensor | None = None  # (2, cols) float64: sum of w_t x^2, w_t the mean over outputs of g_t^2
     fisher: Moment | None = None  # sum of w_t x_t x_t^T
-    outputs: Tensor | None = None  # (2, rows, size) float32: sum of g_t g_t^T, as `output_moments` keeps it
+    outputs: Tensor | None = None  # (2, rows, size) float32: sum of g_t g_t^T / |g_t|, as `output_moments` keeps it
     lookup: Lookup | None = None  # of an embedding
     share: float = 1.0  # of the text's tokens that reach it: an expert is given only some, and costs the others nothing
 
@@ -174,7 +174,7 @@ class WeightStatistics:
         """The predicted KL of this error (rows, cols) in the weight; without gradients the squared error of the output, relative to the
         output."""
         if self.predicts_kl and self.outputs is not None and output is None and rows == slice(None):
-            return self._joint_damage(error, self.outputs, half)
+            return self._joint_damage(error, half)
         if self.predicts_kl:
             return float(self.row_damage(error, half, rows, output).sum())
         plain = self.hessian(half, "plain") if self.has_hessian else self.importance(half).diag()
@@ -200,12 +200,17 @@ class WeightStatistics:
             damage += 0.5 * self.lookup.frequency()[rows] * _quadratic(error, _copy(self.lookup.fisher, half).div_(max(1, tokens)))
         return damage
 
-    def _joint_damage(self, error: Tensor, outputs: Tensor, half: Half) -> float:
+    def output_moment(self, half: Half = None) -> Tensor:
+        """(rows, size), see `output_moments`: in the units of a sum of g g^T."""
+        assert self.outputs is not None and self.gradient_square is not None, "calibrated without Hessians"
+        return output_moments.in_squares(_of(self.outputs, half), _of(self.gradient_square, half))
+
+    def _joint_damage(self, error: Tensor, half: Half) -> float:
         """Half of tr(G E H E^T): of all rows together, whose errors may make up for each other."""
         assert self.fisher is not None and self.sensitivity is not None
         weighted = error @ _copy(self.fisher, half).div_(_of(self.sensitivity, half).sum().float().clamp(min=1e-30))
         joint, start = 0.0, 0
-        for block in output_moments.blocks(_of(outputs, half)):
+        for block in output_moments.blocks(self.output_moment(half)):
             here = slice(start, start + len(block))
             joint += float((block @ weighted[here]).mul_(error[here]).sum(dtype=torch.float64))
             start = here.stop

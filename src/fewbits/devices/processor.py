@@ -60,6 +60,12 @@ def backend() -> str:
     forces."""
     if (wanted := forced()) is not None and wanted != "triton":
         return wanted
+    return fastest_here()
+
+
+@cache
+def fastest_here() -> str:
+    """Whatever is forced."""
     return next((name for name in BACKENDS if any(f"native-{row.isa}" == name and row.runs_here for row in table().values())), "reference")
 
 

@@ -6,9 +6,9 @@
 
 A NaN scale is never written; read, it makes its block NaN as the specifications say (ggml takes it for a number).
 UE4M3 reaches from 2^-9 to 448 and loses precision below 2^-6. So nvfp4 as in GGUF suits weights of 0.1 and more;
-nvfp4_tensor is NVIDIA's version: a float32 factor for the whole weight brings any weight into that range. Ours is 2^-10 for weights of usual
-size, 2^8 more or less for others: a power of two costs no precision and is exact in every reader, and layers that a runtime joins (q, k, v)
-share one.
+nvfp4_tensor is NVIDIA's version: a float32 factor for the whole weight brings any weight into that range. Ours is 2^-10 for weights of
+usual size, 2^8 more or less for others: a power of two costs no precision and is exact in every reader, and layers that a runtime joins
+(q, k, v) share one.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def solve(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: Damping
     try:
         hessian = statistics.hessian(kind=kind)
         if statistics.outputs is not None and damping.outputs is not None:
-            coupled = outputs.coupled(statistics.outputs.sum(0), _stakes(w), damping.outputs)
+            coupled = outputs.coupled(statistics.output_moment(), _stakes(w), damping.outputs)
             solved = error_feedback.solve_both_sides(w, fmt, hessian, coupled, damping=damping.inputs)
         else:
             solved = error_feedback.solve(w, fmt, hessian, damping=damping.inputs)
@@ -75,7 +75,9 @@ def choose_damping(w: Tensor, fmt: Format, statistics: WeightStatistics, kind: K
         except error_feedback.Singular:
             continue
         tried[damping] = holdout.judge(w[rows], fmt, solved.codes, solved.grid, statistics, rows).damage
-    by_rows = None if statistics.outputs is None else outputs.choose_damping(statistics.outputs, _stakes(w))
+    by_rows = (
+        None if statistics.outputs is None else outputs.choose_damping(statistics.output_moment(0), statistics.output_moment(1), _stakes(w))
+    )
     return Damping(min(tried, key=lambda damping: tried[damping], default=DAMPINGS[-1]), by_rows)
 
 
@@ -85,10 +87,10 @@ def output_cost(w: Tensor, statistics: WeightStatistics, damping: float | None) 
     if statistics.outputs is None or damping is None or statistics.input is None:
         return None
     try:
-        coupled = outputs.coupled(statistics.outputs[0], _stakes(w), damping)
+        coupled = outputs.coupled(statistics.output_moment(0), _stakes(w), damping)
     except error_feedback.Singular:
         return None
-    return coupled.held_out(statistics.outputs[1], statistics.input.tokens(1))
+    return coupled.held_out(statistics.output_moment(1), statistics.input.tokens(1))
 
 
 def judged(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: Damping) -> holdout.HeldOut | None:

@@ -1,9 +1,10 @@
-"""How a matmul's inputs are rounded: int8 or float8, with a scale computed for each token, or with one from calibration.
+"""How a matmul's inputs are rounded: int8, float8 or 4-bit floats, with a scale computed at run time, or with one from calibration.
 
     dynamic   one scale per token, its largest value over the format's largest: needs no calibration and never clips
     static    one scale for the whole tensor, from calibration: no maximum is computed at run time, values beyond the range saturate
+    nvfp4     both: a float8 scale for every 16 values of a token, computed at run time, under one factor for the tensor from calibration
 
-`quantized` gives the values that an 8-bit matmul multiplies, as floats, so that accuracy is known before a kernel exists. There is no
+`quantized` gives the values that a matmul of few bits multiplies, as floats, so that accuracy is known before a kernel exists. There is no
 dynamic scale per tensor: a token's result would depend on the other tokens, later ones included.
 """
 
@@ -17,16 +18,30 @@ from typing import TYPE_CHECKING, Any, Literal
 from fewbits.errors import InputError
 
 if TYPE_CHECKING:
+    from typing import Protocol
+
     from torch import Tensor
 
-_LARGEST = {"int8": 127.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}  # int8 without -128: symmetric, so that -x rounds to -(x rounded)
-_NAMES = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
-KNOWN = ("none", "int8", "int8:static", "fp8", "fp8:static", "fp8_e5m2", "fp8_e5m2:static")
+    class Weight(Protocol):
+        @property
+        def shape(self) -> tuple[int, int]: ...
+
+
+NVFP4 = "nvfp4"
+NVFP4_BLOCK = 16
+_LARGEST = {
+    "int8": 127.0,
+    "fp8_e4m3": 448.0,
+    "fp8_e5m2": 57344.0,
+    NVFP4: 6 * 448.0,
+}  # int8 without -128: symmetric, so that -x rounds to -(x rounded)
+_NAMES = {"int8": "int8", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2", NVFP4: NVFP4}
+KNOWN = ("none", "int8", "int8:static", "fp8", "fp8:static", "fp8_e5m2", "fp8_e5m2:static", NVFP4)
 
 
 @dataclass(frozen=True)
 class Activation:
-    format: str  # int8, fp8_e4m3, fp8_e5m2
+    format: str  # int8, fp8_e4m3, fp8_e5m2, nvfp4
     static: bool = False
     range: str | None = None  # static: the method that estimates the range, by its name in fewbits.calibration.ranges
     symmetric: bool = True  # False: codes -128..127 with a zero point, for int8 and static only
@@ -51,11 +66,11 @@ class Activation:
     @property
     def name(self) -> str:
         """As on the command line."""
-        return ("fp8" if self.format == "fp8_e4m3" else self.format) + (":static" if self.static else "")
+        return ("fp8" if self.format == "fp8_e4m3" else self.format) + (":static" if self.static and self.format != NVFP4 else "")
 
     @property
     def granularity(self) -> Literal["token", "tensor"]:
-        return "tensor" if self.static else "token"
+        return "tensor" if self.static and self.format != NVFP4 else "token"
 
     @property
     def largest(self) -> float:
@@ -68,6 +83,10 @@ class Activation:
             return tuple(float(code) for code in range(-127 if self.symmetric else -128, 128))
         from fewbits import formats
 
+        if self.format == NVFP4:
+            from fewbits.formats.microscaling import E2M1
+
+            return E2M1
         levels = formats.get(f"{self.format}_channel").levels
         assert levels
         return levels
@@ -101,8 +120,10 @@ def parse(text: str) -> Activation | None:
     name, colon, how = text.lower().partition(":")
     if name == "none" and not colon:
         return None
-    if name not in _NAMES or (colon and how != "static"):
+    if name not in _NAMES or (colon and (how != "static" or name == NVFP4)):
         raise InputError(f"no activations are named `{text}`", f"known activations: {', '.join(KNOWN)}")
+    if name == NVFP4:
+        return Activation(NVFP4, static=True, range="minmax")
     return Activation(_NAMES[name], static=True, range="mse") if colon else Activation(_NAMES[name])
 
 
@@ -127,9 +148,27 @@ def quantized(x: Tensor, activation: Activation) -> Tensor:  # x (..., cols) flo
         # a row of zeros, or of values so small that the scale underflows to zero, becomes zero
         return snap(x / scale.masked_fill(scale == 0, math.inf), activation.levels) * scale
     fixed = static_scale(activation)
+    if activation.format == NVFP4:
+        return _in_small_floats(x, fixed, activation.levels)
     if activation.symmetric:
         return snap(x / fixed, activation.levels) * fixed
     return ((x / fixed).round_() + activation.zero).clamp_(-128, 127).sub_(activation.zero) * fixed
+
+
+def _in_small_floats(x: Tensor, factor: float, levels: tuple[float, ...]) -> Tensor:
+    import torch
+
+    from fewbits.formats.storage.codes import snap
+
+    parts: Tensor = x.unflatten(-1, (-1, NVFP4_BLOCK))
+    scale = (parts.abs().amax(-1, keepdim=True) / 6 / factor).clamp(max=448.0).to(torch.float8_e4m3fn).float() * factor
+    return (snap(parts / scale.masked_fill(scale == 0, math.inf), levels) * scale).flatten(-2)
+
+
+def not_in_blocks(weight: Weight, activation: Activation) -> str | None:
+    """Why the inputs of this weight cannot be cut into blocks; None if they can, or need not."""
+    cols = weight.shape[1]
+    return f"{NVFP4_BLOCK} does not divide its {cols} columns" if activation.format == NVFP4 and cols % NVFP4_BLOCK else None
 
 
 def static_scale(activation: Activation) -> float:

@@ -13,8 +13,8 @@ read off the other half without rounding anything: rows miss their targets by er
 costs the k-th diagonal entry of T^T G T, T the map from those misses to errors (`held_out`).
 
 Measured on the embedded model (KL, all linear weights in one format, relative to one-sided feedback): q4_0 .62, q4_k .76, iq2_xxs .76,
-int4_g128 .72. Groups of 4 rows are no better than 16; 64 lose a third of the gain; a second round over all rows, given all others, adds
-nothing; natural order loses a quarter of the gain.
+int4_g128 .72. Groups of 8 and 16 rows are no better than 32; 64 lose a quarter of the gain; a second round over all rows, given all
+others, adds nothing; natural order loses a quarter of the gain.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor
 from fewbits.calibration import output_moments
 from fewbits.methods.error_feedback.hessian import Singular, factored, free_of_block
 
-GROUP = 16
-DAMPINGS = (0.01, 0.03, 0.1, 0.3)
+GROUP = 32
+DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0)
 _TRIED = 256  # rows of a block on which damping is chosen: the best amount hardly depends on how many there are
 
 
@@ -85,9 +85,9 @@ def coupled(sums: Tensor, stakes: Tensor, damping: float) -> Outputs:
     return Outputs(chains, damping)
 
 
-def choose_damping(halves: Tensor, stakes: Tensor) -> float | None:
-    """By what is left of the cost on the half that the coupling was not fitted to; None: no coupling lowers it."""
-    fitted, other = (output_moments.blocks(half)[0] for half in halves)
+def choose_damping(fit: Tensor, judge: Tensor, stakes: Tensor) -> float | None:
+    """The moments of two halves, of which one says what is left of the cost; None: no coupling lowers it."""
+    fitted, other = (output_moments.blocks(half)[0] for half in (fit, judge))
     some = torch.arange(0, len(fitted), max(1, -(-len(fitted) // _TRIED)))
     fitted, other, stakes = fitted[some][:, some], other[some][:, some], stakes[: len(fitted)][some].double()
     cost: dict[float | None, float] = {None: float(other.diagonal().double() @ stakes)}

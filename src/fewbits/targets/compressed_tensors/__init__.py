@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewbits import formats
 from fewbits.artifact import manifest
+from fewbits.formats.runtime.activations import NVFP4
 from fewbits.store.scratch import scratch_folder
 from fewbits.targets import Target, WrongFileError
 from fewbits.targets.compressed_tensors import schemes, shards
@@ -104,6 +105,9 @@ class CompressedTensors(Target):
         if activation.format == "fp8_e5m2":
             return "compressed-tensors knows float8 as e4m3 only"
         scheme = None if fmt.is_cast else schemes.of(fmt)
+        if activation.format == NVFP4:
+            small = isinstance(scheme, Scheme) and scheme.strategy == "tensor_group"
+            return None if small else f"nvfp4 inputs are multiplied by weights in nvfp4 or nvfp4_tensor, not {fmt.name}"
         wanted = "int" if activation.format == "int8" else "float"
         if not isinstance(scheme, Scheme) or (scheme.kind, scheme.bits, scheme.symmetric) != (wanted, 8, True) or scheme.group:
             eight = "int8_channel or int8_tensor" if wanted == "int" else "fp8_e4m3_channel or fp8_e4m3_tensor"

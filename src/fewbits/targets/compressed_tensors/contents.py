@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _HINT = "fetch the folder again, or write it anew with `fewbits export --to safetensors`"
 _CASTS = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-_PARTS = re.compile(r"(.+)\.(weight_packed|weight_scale|weight_zero_point|weight_shape|weight_global_scale|input_scale|input_zero_point)$")
+_PARTS = re.compile(r"(.+)\.(weight_(?:packed|scale|zero_point|shape|global_scale)|input_(?:scale|global_scale|zero_point))$")
 
 
 def is_compressed(path: Path) -> bool:

@@ -9,7 +9,8 @@
     mxfp4-pack-quantized  weight_packed uint8 [rows, cols / 2], the even column in the low bits; weight_scale uint8, 2^(n - 127) per 32
     nvfp4-pack-quantized  the same with weight_scale float8_e4m3fn per 16; weight_global_scale float32 [1]: 1 / factor
 
-Beside an input that is rounded by a fixed scale: input_scale float32 [1], and input_zero_point int8 [1] where it has one.
+Beside an input that is rounded by a fixed scale: input_scale float32 [1], and input_zero_point int8 [1] where it has one; beside one in
+nvfp4: input_global_scale float32 [1], 1 / factor.
 
 Readers multiply in the type of the model: in float32 all of this is exact, in bfloat16 a scale keeps 8 bits of its 11. An integer scale
 for the whole weight is repeated for each row, since vLLM packs no others. Of 3, 5 and 6 bits compressed-tensors up to 0.17 had another
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fewbits.formats.blocks import OneScale
 from fewbits.formats.microscaling import E2M1, E8M0, UE4M3, Microscaling
+from fewbits.formats.runtime.activations import NVFP4, NVFP4_BLOCK
 from fewbits.targets.compressed_tensors.shards import Array
 
 if TYPE_CHECKING:
@@ -163,7 +165,11 @@ def unread(kind: object, bits: object) -> str | None:
 
 
 def rounded_inputs(activation: Activation) -> Arguments:
-    """What config.json says of 8-bit activations, without the scales."""
+    """What config.json says of rounded activations, without the scales."""
+    if activation.format == NVFP4:
+        block = {"strategy": "tensor_group", "group_size": NVFP4_BLOCK, "dynamic": "local"}  # scales at run time, under one factor
+        kept = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
+        return {"num_bits": 4, "type": "float", "symmetric": True, **block, **kept}
     kind, strategy = "int" if activation.format == "int8" else "float", "tensor" if activation.static else "token"
     return {"num_bits": 8, "type": kind, "symmetric": activation.symmetric, "strategy": strategy, "dynamic": not activation.static}
 
@@ -171,6 +177,8 @@ def rounded_inputs(activation: Activation) -> Arguments:
 def input_arrays(activation: Activation | None) -> dict[str, Array]:
     if activation is None or not activation.static:
         return {}
+    if activation.format == NVFP4:
+        return {"input_global_scale": Array("float32", (1,))}
     return {"input_scale": Array("float32", (1,))} | ({} if activation.symmetric else {"input_zero_point": Array("int8", (1,))})
 
 
@@ -181,6 +189,8 @@ def input_tensors(activation: Activation | None) -> dict[str, Tensor]:
 
     if activation is None or not activation.static:
         return {}
+    if activation.format == NVFP4:
+        return {"input_global_scale": 1 / torch.tensor([static_scale(activation)])}
     scale = {"input_scale": torch.tensor([static_scale(activation)])}
     return scale | ({} if activation.symmetric else {"input_zero_point": torch.tensor([activation.zero], dtype=torch.int8)})
 

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fewbits.formats.runtime.activations import not_in_blocks
 from fewbits.store.scratch import scratch_folder
 from fewbits.targets import Target
 from fewbits.targets.running import Command
@@ -48,7 +49,7 @@ class Fewbits(Target):
         return None
 
     def accepts_activation(self, weight: Weight, fmt: Format, activation: Activation) -> str | None:
-        return None
+        return not_in_blocks(weight, activation)
 
     def accepts_kv(self, kv: str) -> str | None:
         return None
