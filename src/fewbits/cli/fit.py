@@ -26,7 +26,7 @@ def fit(
             "--context", metavar="TOKENS", parser=tokens_of, help="Tokens of a text: 8192 or 8k. Default: 4096, or what it takes."
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts at the same time, each with its own KV cache.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences decoded at the same time, each with its own KV cache.")] = 1,
     kv: Annotated[str, typer.Option("--kv", help="KV cache: float, llama.cpp's q8_0, q5_0, q4_0 ..., or fp8, int8, int4.")] = "float",
     formats: Annotated[str | None, typer.Option("--formats", help="Formats or mixes such as q4_k_m, with commas.")] = None,
     runtime: Annotated[

@@ -52,7 +52,7 @@ class Kernel:
             return missing
         if (entry := self._entry()) is None:
             if not any(row.isa == self.isa for row in processor.table().values()):
-                return f"{self.isa} is of other processors than this module was built for"
+                return f"this build has no {self.isa} kernels: they are for another kind of processor"
             return f"no {self.isa} kernel is written for {self.format}"
         return None if entry.runs_here else f"this processor has no {self.isa}"
 

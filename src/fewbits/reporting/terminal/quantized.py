@@ -13,6 +13,7 @@ from fewbits.targets import card
 if TYPE_CHECKING:
     from fewbits.reporting.results.quantized import Quantized
 
+_METHODS = {"gptq": "error feedback (gptq)", "rtn": "plain rounding (rtn)", "cast": "a cast to float"}
 _NOTES = 8  # that are shown, and weights of each; the rest is in results.json
 
 
@@ -48,8 +49,9 @@ def _methods(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
         if "rtn" in damage:
             rounding, chosen = rounding + damage["rtn"], chosen + min(damage.values())
     if chosen:
-        methods = ", ".join(f"{count} by {name}" for name, count in counts.most_common())
-        console.print(f"codes: {methods}; predicted KL on held-out samples {chosen:.5f}, by plain rounding {rounding:.5f}")
+        methods = ", ".join(f"{_METHODS.get(name, name)} for {count} weights" for name, count in counts.most_common())
+        console.print(f"rounded with {methods}")
+        console.print(f"  predicted KL on samples held out from fitting: {chosen:.5f}; plain rounding would give {rounding:.5f}")
         placed = [row["places"] for row in outcomes.values() if None not in row.get("places", {}).get("gptq", (None,))]
         for place, label in ((0, "position 0"), (1, "later positions")) if placed else ():
             ours, plain = (sum(float(row[name][place]) for row in placed) / len(placed) for name in ("gptq", "rtn"))
