@@ -74,6 +74,14 @@ class TestSpending:
             whole.within_kl(whole.least_kl * 0.99, "")
         assert whole.within_kl(whole.least_kl * (1 + 1e-9), "").kl == pytest.approx(whole.least_kl)
 
+    def test_what_the_runtime_rounds_is_known_apart_from_the_weights(self) -> None:
+        table = replace(table_of(), activations={weight.name: {"block32": 1e-4, "block256": 3e-4} for weight in WEIGHTS})
+        whole = allocator(table, GGUF)
+        plan = whole.within_bytes(2_000_000, "")
+        of_weights = sum(table.kl(weight, plan[weight.name].format) for weight in WEIGHTS)
+        assert plan.kl is not None and whole.runtime_kl(plan) > 0
+        assert plan.kl == pytest.approx(of_weights + whole.runtime_kl(plan))
+
     def test_factors_correct_the_forecast(self) -> None:
         table = table_of()
         corrected = replace(table, factors={"mlp": Factor(2.0, 0.1, 5)})

@@ -95,6 +95,11 @@ class Allocator:
             raise InputError(f"a KL of {kl:g} is not reachable: the best plan is predicted at {self.least_kl:.2g}", "allow better formats")
         return self.of(solution.chosen, why, 1 / solution.price if solution.price else 0.0)
 
+    def runtime_kl(self, plan: Plan) -> float:
+        """The part of a plan's KL that comes from the runtime's own rounding of inputs, not from its weights."""
+        blocks = ((weight, self.target.activation_block(weight, formats.get(plan[weight.name].format))) for weight in self.table.weights)
+        return math.fsum(self.table.runtime_kl(weight, block) for weight, block in blocks)
+
     def tokens_per_second(self, plan: Plan) -> float:
         taken = {entry.weight: entry for entry in plan.entries}
         each = (

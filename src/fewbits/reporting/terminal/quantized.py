@@ -22,7 +22,7 @@ def show(result: Quantized) -> None:
         plans.decided(result.decision)
     else:
         plans.summary(result.plan)
-    _methods(result.outcomes)
+    _methods(result.outcomes, result.decision.allocator.runtime_kl(result.plan) if result.decision else None)
     _notes(result.gathered.notes if result.gathered else {})
     for remark in result.gathered.remarks if result.gathered else ():
         note(remark)
@@ -40,8 +40,9 @@ def show(result: Quantized) -> None:
         next_commands.show(result.gathered.how_to_run)
 
 
-def _methods(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
-    """How many weights each method got, and what choosing among methods saved on the half of the samples that was held out."""
+def _methods(outcomes: Mapping[str, Mapping[str, Any]], runtime: float | None) -> None:
+    """How many weights each method got, and what choosing among methods saved on the half of the samples that was held out. `runtime`: the
+    KL that the runtime's own rounding of inputs adds; None: not known."""
     counts = Counter(row["method"] for row in outcomes.values())
     rounding = chosen = 0.0
     for row in outcomes.values():
@@ -51,11 +52,13 @@ def _methods(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
     if chosen:
         methods = ", ".join(f"{_METHODS.get(name, name)} for {count} weights" for name, count in counts.most_common())
         console.print(f"rounded with {methods}")
-        console.print(f"  predicted KL on samples held out from fitting: {chosen:.5f}; plain rounding would give {rounding:.5f}")
+        told = "of the weights alone" if runtime is None else f"{runtime:.5f} of it from the runtime's own rounding of activations"
+        ours, plain = chosen + (runtime or 0.0), rounding + (runtime or 0.0)
+        console.print(f"  predicted KL on samples held out from fitting: {ours:.5f}; with plain rounding {plain:.5f} ({told})")
         placed = [row["places"] for row in outcomes.values() if None not in row.get("places", {}).get("gptq", (None,))]
         for place, label in ((0, "position 0"), (1, "later positions")) if placed else ():
-            ours, plain = (sum(float(row[name][place]) for row in placed) / len(placed) for name in ("gptq", "rtn"))
-            console.print(f"  held-out output error at {label}: gptq {ours:.1e}, rounding {plain:.1e} (mean over {len(placed)} weights)")
+            fed, nearest = (sum(float(row[name][place]) for row in placed) / len(placed) for name in ("gptq", "rtn"))
+            console.print(f"  held-out output error at {label}: gptq {fed:.1e}, rounding {nearest:.1e} (mean over {len(placed)} weights)")
 
 
 def _notes(notes: Mapping[str, Sequence[str]]) -> None:
