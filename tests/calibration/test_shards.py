@@ -37,7 +37,7 @@ def test_every_sample_is_in_one_part() -> None:
 def test_they_add_up_to_the_statistics_of_all_samples(tiny: Path, tmp_path: Path) -> None:
     """The slow twin is one pass over everything: the same tokens, summed in another order. Gradients are left out: their labels are
     drawn anew in each shard."""
-    options: dict[str, Any] = {"samples": 8, "length": 32, "gradients": False}
+    options: dict[str, Any] = {"samples": 8, "length": 32, "no_gradients": True}
     one = calibration.calibrate(tiny, tmp_path / "one", **options).statistics
     two = calibration.calibrate(tiny, tmp_path / "two", shards=2, **options).statistics
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two"}, "the shards themselves are gone"

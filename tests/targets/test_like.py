@@ -59,7 +59,7 @@ def unchanged(_: str, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return data
 
 
-@pytest.mark.parametrize("budget", [("--format", "q4_k"), ("--size", "4.6bpw")])
+@pytest.mark.parametrize("budget", [("--format", "q4_k"), pytest.param(("--size", "4.6bpw"), marks=pytest.mark.slow)])
 def test_matching_by_content_gives_the_bytes_of_the_table(
     budget: tuple[str, str], run: Run, checkpoint: Path, float_file: Path, tmp_path: Path
 ) -> None:
@@ -222,6 +222,7 @@ def test_a_size_needs_no_gradients_with_an_importance_matrix(run: Run, checkpoin
     assert code == 2 and "there is no file" in said
 
 
+@pytest.mark.slow
 def test_a_split_float_file_is_read_and_a_split_file_written(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     code, _, said = run("quantize", checkpoint, "-o", tmp_path / "float", "--format", "bf16", "--split-size", "1MB", "--no-verify")
     assert code == 0, said
