@@ -30,7 +30,10 @@ scalar = pytest.mark.parametrize("fmt", each_kind(f for f in formats.all().value
 
 # What a scale can say, of those that are not float16: relative step of the values it makes, least and largest value.
 # mxfp4: powers of two times 1 or 1.5, so 1.25 is off by a fifth. nvfp4: 3 bits of mantissa, from 2^-9 * 0.5 to 448 * 6.
-COARSE = {"mxfp4": (1 / 5, 0.0, math.inf), "mxfp8": (1 / 16, 0.0, math.inf), "nvfp4": (1 / 16, 2**-10, 2688.0), "nvfp4_tensor": (1 / 16, 0.0, math.inf)}
+COARSE = {
+    "mxfp4": (1 / 5, 0.0, math.inf), "mxfp8": (1 / 16, 0.0, math.inf),
+    "nvfp4": (1 / 16, 2**-10, 2688.0), "nvfp4_tensor": (1 / 16, 0.0, math.inf),
+}  # fmt: skip
 
 
 def largest_level(fmt: Format) -> float:
