@@ -47,7 +47,7 @@ def quantize(
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Take each block's statistics after the blocks before it were quantized.")
     ] = False,
-    activations: Annotated[str, typer.Option("--activations", help="none, int8, fp8, and :static after either.")] = "none",
+    activations: Annotated[str, typer.Option("--activations", help="none, int8, fp8 (either with :static), or nvfp4.")] = "none",
     kv: Annotated[str | None, typer.Option("--kv", help="Format of the KV cache: int8, int4, fp8.")] = None,
     memory: options.Memory = "1GB",
     max_kl: options.MaxKl = None,
