@@ -9,7 +9,7 @@ import typer
 
 from fewbits.cli import bench_gpu
 from fewbits.cli.options import Calibration, HeldOut, Json, ModelArg, Samples, Stats, Tokens, names_of
-from fewbits.cli.output import progress_for, show
+from fewbits.cli.output import progress_for, show_data
 from fewbits.errors import InputError
 
 FormatNames = Annotated[
@@ -72,7 +72,7 @@ def quality(
     texts, keep = Texts(data or (), held_out or (), stats, samples, tokens), () if whole else ("embed|wte|lm_head=keep",)
     ours, who = Ours(method, sequential, tune, remake, names_of(guard)), outside(names_of(peer), peer_env, peer_steps, peer_samples)
     result = run(model, out, texts, names_of(formats), keep, ours, who, progress_for(as_json, False))
-    show(result, tables.formats, as_json)
+    show_data(result, tables.formats, as_json)
 
 
 @bench.command()
@@ -110,7 +110,7 @@ def plans(
 
     texts, who = Texts(data or (), held_out or (), stats, samples, tokens), outside(names_of(peer), peer_env, peer_steps, peer_samples)
     ours = Ours(sequential=sequential, tune=tune, remake=remake, formats=names_of(formats))
-    show(run(model, out, texts, names_of(mixes), brief, ours, who, progress_for(as_json, False)), tables.mixes, as_json)
+    show_data(run(model, out, texts, names_of(mixes), brief, ours, who, progress_for(as_json, False)), tables.mixes, as_json)
 
 
 @bench.command()
@@ -152,7 +152,7 @@ def cost(
     from fewbits.benchmarks.tables import scale as tables
 
     result = run(model, data=data or (), samples=samples, format=format, method=method, progress=progress_for(as_json, False))
-    show(result, tables.cost, as_json)
+    show_data(result, tables.cost, as_json)
 
 
 @bench.command()
@@ -195,7 +195,7 @@ def kernels(
     result = bench_kernels(settings, progress_for(as_json, False))
     if out:
         roofline.write(result, out)
-    show(result, speed.kernels, as_json)
+    show_data(result, speed.kernels, as_json)
 
 
 @bench.command()
@@ -214,7 +214,7 @@ def quantize(
 
     k_n = shapes.shapes_of([shape])[0]
     result = bench_quantize(_names(format) or FORMATS, k_n, threads, peers, rounds, progress_for(as_json, False))
-    show(result, speed.quantizers, as_json)
+    show_data(result, speed.quantizers, as_json)
 
 
 @bench.command()
@@ -233,7 +233,7 @@ def dequantize(
 
     k_n = shapes.shapes_of([shape])[0]
     result = bench_dequantize(_names(format) or FORMATS, k_n, threads, peers, rounds, progress_for(as_json, False))
-    show(result, speed.decoders, as_json)
+    show_data(result, speed.decoders, as_json)
 
 
 @bench.command()
@@ -255,7 +255,7 @@ def decode(
 
     opened = Artifact(artifact) if artifact else None
     result = bench_decode(format, opened, prompt, threads, peers, rounds, progress_for(as_json, False))
-    show(result, speed.tokens, as_json)
+    show_data(result, speed.tokens, as_json)
 
 
 @bench.command()
@@ -275,7 +275,7 @@ def scale(
 
     run = models.Run(samples=samples, tokens=tokens, formats=formats, method=method)
     billions, hidden = numbers_of(sizes, "--sizes"), [int(width) for width in numbers_of(widths, "--widths", "1024,3072")]
-    show(models.scale(out, billions, hidden, run, progress_for(as_json, False)), tables.table, as_json)
+    show_data(models.scale(out, billions, hidden, run, progress_for(as_json, False)), tables.table, as_json)
 
 
 @bench.command()
@@ -295,11 +295,11 @@ def workers(
     from fewbits.benchmarks.tables import workers as tables
 
     if paper:
-        show(project(out / "workers.json", cores=cores), tables.projection, as_json)
+        show_data(project(out / "workers.json", cores=cores), tables.projection, as_json)
         return
     counts = [int(number) for number in numbers_of(workers, "--workers", "1,2,4")]
     result = bench_workers(out, counts, shape_of(hidden, blocks), executor=executor, progress=progress_for(as_json, False))
-    show(result, tables.table, as_json)
+    show_data(result, tables.table, as_json)
 
 
 def numbers_of(text: str, option: str, example: str = "0.1,0.3") -> list[float]:
