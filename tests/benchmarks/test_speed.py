@@ -301,9 +301,9 @@ def test_bench_kernels_prints_a_table_and_writes_results_and_a_picture(run, tmp_
         2,
     )
     code, out, err = run(*words, "--peers", "-o", tmp_path / "made")
-    assert code == 0 and out == ""
+    assert code == 0
     for text in ("one row", "many rows", "x ggml", "x onnxruntime", "x torch", "q4_0", "CPU_REPACK", "limits of this machine"):
-        assert text in err
+        assert text in out and text not in err
     result = json.loads((tmp_path / "made" / "results.json").read_text())
     assert set(result) == {"machine", "limits", "cases", "skipped"}
     assert [text.partition(" computes")[0].rpartition(": ")[2] for text in result["skipped"]] == ["onnxruntime int8"] * 2 * SATURATES
@@ -371,7 +371,7 @@ def test_bench_quantize_compares_speed_and_weighted_error(run) -> None:
         assert row["error"] / row["error_ratio"] == pytest.approx(float(squares.sum() / (w.double().square() * weight).sum()))
         assert row["speedup"]["median"] > 0 and row["ggml_million_weights_per_second"]["median"] > 0
     code, out, err = run("bench", "quantize", "--format", "q4_0", "--shape", "256x32", "--rounds", 1)
-    assert code == 0 and out == "" and "million weights per second" in " ".join(err.split())
+    assert code == 0 and "million weights per second" in " ".join(out.split()) and "million" not in err
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -385,4 +385,4 @@ def test_bench_dequantize_compares_speed(run, threads: int) -> None:
     assert [row["format"] for row in result["rows"]] == ["q4_0", "q6_k", "int4_g32"]
     assert result["rows"][0]["speedup"]["median"] > 0 and result["rows"][2]["speedup"] is None  # ggml has no int4_g32
     code, out, err = run(*words)
-    assert code == 0 and out == "" and "billion weights per second" in " ".join(err.split()) and "dequantize_row" in err
+    assert code == 0 and "billion weights per second" in " ".join(out.split()) and "dequantize_row" in out and "billion" not in err
