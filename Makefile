@@ -112,7 +112,7 @@ EXTRAS := import sys, tomllib; extras = tomllib.load(open("pyproject.toml", "rb"
   print(*(package for name in sys.argv[1:] for package in extras[name]), sep="\n")
 .venv/test: WANTED := convert ct genai mlx serve test triton
 .venv/test-all: WANTED := ray docs
-.venv/lint: WANTED := lint
+.venv/lint: WANTED := lint serve
 .venv/docs: WANTED := docs
 .venv/test .venv/test-all .venv/lint .venv/docs: pyproject.toml constraints.txt | .venv/ready
 	$(BIN)/python -c '$(EXTRAS)' $(WANTED) > $@.txt
