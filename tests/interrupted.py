@@ -25,7 +25,7 @@ from fewbits import methods, pipeline, sensitivity
 from fewbits.calibration import collector
 from fewbits.store.cache import code_version
 
-FAST: dict[str, Any] = {"samples": 4, "length": 32, "tokens": 64}
+FAST: dict[str, Any] = {"samples": 4, "length": 32, "tokens": 64, "answers": 0}
 BUDGETS: dict[str, dict[str, Any]] = {
     "size": {"size": "6bpw", "formats": ("q4_0", "q8_0"), **FAST},
     "accuracy": {"max_kl": 1e-3, "rounds": 3, "formats": ("int4_g32", "int8_channel"), "to": "fewbits", **FAST},

@@ -373,7 +373,7 @@ def test_two_hundred_requests_leave_nothing_behind(chatty: Path) -> None:
         assert soon(lambda: health(small)["running"] == health(small)["waiting"] == 0)
         assert soon(lambda: left() == 0)
         assert soon(lambda: threading.active_count() <= threads and open_files() <= files)
-        assert resident() - memory < 200 * 65536  # a KV cache of this context is 1 MB: not even one in 16 requests left it
+        assert resident() - memory < 20e6  # a KV cache of this context is 1 MB: not even half of the 40 that were cut left theirs
 
 
 def open_files() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
@@ -182,4 +183,5 @@ def _show(title: str, table: Table) -> None:
     """Whole lines however narrow the terminal: a figure cut short is worse than a line that wraps."""
     console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-    console.print(table, width=max(console.width, needed), crop=False, soft_wrap=needed > console.width)
+    wide = Console(stderr=console.stderr, highlight=False, width=max(console.width, needed))
+    wide.print(table, crop=False, soft_wrap=needed > console.width)
