@@ -90,8 +90,8 @@ def test_four_bits_on_both_sides_are_computed_as_compressed_tensors_does(tmp_pat
     got = runtimes.get("transformers").open(written.path, 128).logits(TOKENS)
     exact = of_module(written.artifact.module()).logits(TOKENS)
     assert (got - exact).norm() > 0.01 * exact.norm()  # rounding shows at all
-    # compressed-tensors divides once more than we do: values on the border between two codes may go the other way
-    assert (got - ours).norm() < 0.05 * (got - exact).norm()
+    # the same rule; compressed-tensors divides once more than we do, so that last bits may differ (1.2e-6 here)
+    assert (got - ours).norm() < 1e-4 * (got - exact).norm()
     assert {"input_global_scale", "weight_global_scale"} <= {name.rpartition(".")[2] for name in written.tensors()}
     (group, *_) = written.config["config_groups"].values()
     assert group["input_activations"]["dynamic"] == "local" and group["input_activations"]["num_bits"] == 4
