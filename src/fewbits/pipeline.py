@@ -20,6 +20,7 @@ from fewbits.calibration.shards import check_shards
 from fewbits.calibration.split import Text
 from fewbits.calibration.text import windows
 from fewbits.errors import FewbitsError, InputError
+from fewbits.model import placement
 from fewbits.model.checkpoints import cards
 from fewbits.model.gguf.model import GgufModel
 from fewbits.model.weights import TOWER
@@ -175,10 +176,11 @@ class Run:
         if self.text.samples is None:
             return None
         assert not isinstance(self.source, GgufModel), "no text was drawn for it"
-        statistics = reuse.collected(
-            self.source, self.text.samples, asked.work / "statistics", self.cache,
-            memory=asked.memory, shards=asked.shards, crew=self.crew, progress=self.progress,
-        )  # fmt: skip
+        with placement.passes_on(asked.device, self.progress):
+            statistics = reuse.collected(
+                self.source, self.text.samples, asked.work / "statistics", self.cache.of(**placement.part_of_key()),
+                memory=asked.memory, shards=asked.shards, crew=self.crew, progress=self.progress,
+            )  # fmt: skip
         return reuse.matched(statistics, self.subject)
 
     def measure(self, statistics: Statistics | ImportanceMatrix | None) -> Sensitivity:
@@ -245,7 +247,9 @@ class Run:
         if asked.no_verify:
             return None
         trial = Trial(runtimes.get(asked.target.runtime), asked.limits, domains=self.text.domains)
-        return verdict_on(file, self.subject, self.text.windows, trial, self.progress, self.cache, asked.memory)
+        with placement.passes_on(asked.device):
+            cache = self.cache.of(**placement.part_of_key())
+            return verdict_on(file, self.subject, self.text.windows, trial, self.progress, cache, asked.memory)
 
     def report(self, made: OutputFile, verdict: Any, decision: Decision | None = None, rounds: Sequence[Round] = ()) -> Quantized:
         """results.json and the page made of it, in the work folder."""

@@ -17,6 +17,7 @@ from fewbits.formats import all as all_formats
 from fewbits.formats import get as format_named
 from fewbits.formats import names_of
 from fewbits.formats.runtime import activations as activation_formats
+from fewbits.model import placement
 from fewbits.model.gguf.model import GgufModel
 from fewbits.planning import decision, recipes, rounds, speed, uninformed
 from fewbits.planning.accuracy import Thresholds
@@ -98,6 +99,7 @@ class Request:
     answers: int = COUNT  # of the file and of its source, side by side on the page; 0: none
     no_verify: bool = False
     memory: int = calibration.MEMORY  # bytes, or `1GB`
+    device: str = placement.AUTO  # where the float model runs: cpu, cuda, cuda:1, mps, xpu; auto: a GPU where there is one
     executor: str = executors.LOCAL  # who measures and quantizes the weights, with the same bytes
     store: str | None = None
     fresh: bool = False  # without what an earlier run left
@@ -107,6 +109,7 @@ class Request:
         self._read("memory", lambda given: bytes_of(given, "--memory"))
         self._read("context", parse_tokens)
         self._read("bandwidth", speed.parse_bandwidth)
+        object.__setattr__(self, "device", placement.for_executor(self.device, self.workers.in_process))
         _ = self.workers, self.path, self.budget, self.constraints, self.mix, self.usual_length  # each refuses what is wrong with it
         fixed = [given for given in (self.format, self.plan, self.size, self.fits) if given is not None]
         if len(fixed) > 1 or not (fixed or self.budget.given):

@@ -30,7 +30,7 @@ from fewbits.calibration.text.documents import documents
 from fewbits.calibration.text.domains import mixed
 from fewbits.calibration.text.windows import window_length, windows
 from fewbits.devices.units import bytes_of
-from fewbits.model import Model
+from fewbits.model import Model, placement
 from fewbits.model.gguf import architectures
 from fewbits.progress import say, silent
 from fewbits.store import executors
@@ -78,6 +78,7 @@ def calibrate(
     merge: Paths = (),
     imatrix: str | Path | None = None,
     shards: int = 1,
+    device: str = placement.AUTO,
     executor: str = executors.LOCAL,
     store: str | None = None,
     offline: bool = False,
@@ -89,6 +90,7 @@ def calibrate(
     `merge`: statistics of other texts, collected before with the same options, to add to these. `shards`: parts of the samples that go
     through the model separately, each in a worker of the executor."""
     workers = executors.parse(executor, store)
+    where = placement.for_executor(device, workers.in_process)
     mix, usual = mixed(weights, length)
     source = model if isinstance(model, Model) else models.open(model, offline)
     if imatrix is not None:
@@ -104,10 +106,12 @@ def calibrate(
         new = work / "new" if merge else Path(out)
         if crew and shards == 1:
             say(progress, "one shard is not divided: this process calibrates; `--shards` gives workers something to do")
-        if shards > 1:
-            statistics = collect_shards(source, drawn, new, shards, options, cache=cache, crew=crew, progress=progress)
-        else:
-            statistics = collect(source, drawn, new, cache=cache, progress=progress, **asdict(options))
+        with placement.passes_on(where, progress):
+            cache = cache.of(**placement.part_of_key())
+            if shards > 1:
+                statistics = collect_shards(source, drawn, new, shards, options, cache=cache, crew=crew, progress=progress)
+            else:
+                statistics = collect(source, drawn, new, cache=cache, progress=progress, **asdict(options))
         if merge:
             statistics = folder.merge([*map(Path, listed(merge)), new], Path(out))
         drop_shards(cache)

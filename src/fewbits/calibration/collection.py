@@ -85,9 +85,9 @@ def collect(
                 else:
                     output = result.tensors
             looked_up, multiplied = collector.at_entry()
-            output |= packed({name: vars(gradients) for name, gradients in multiplied.items()})
+            output |= packed({name: gradients.finished() for name, gradients in multiplied.items()})
             for name, gradient in looked_up.items():
-                lookups[f"{name}:lookup"] |= {"fisher_square": gradient.fisher_square, "fisher": gradient.fisher}
+                lookups[f"{name}:lookup"] |= {"fisher_square": gradient.fisher_square, "fisher": gradient.finished()["fisher"]}
         save(folder, "gradient", len(blocks), output | packed(lookups))
         for weight in source.weights:  # embeddings, what no text reaches, and convolutions in groups: each group has another input
             weights.setdefault(weight.name, {"block": len(blocks), "site": None})

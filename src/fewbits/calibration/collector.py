@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +81,7 @@ class Collector:
         """(block, its inputs: values `readers` by site and `experts`), first to last; then the output matrix as block len(blocks)."""
         count = len(self.blocks)
         for index in progress(range(count), count, "statistics, forward"):
-            yield index, self._cache.find("input", block=index) or self._forward(index)
+            yield index, self._cache.find("input", block=index) or self._walk.until_it_fits(partial(self._forward, index), progress)
             if not self.gradients:
                 self._cache.drop("hidden", block=index)
             return_free_memory()
@@ -92,14 +93,14 @@ class Collector:
         count = len(self.blocks)
         yield count, self._cache.find("gradient", block=count) or self._from_labels(progress)
         for index in progress(reversed(range(count)), count, "statistics, backward"):
-            yield index, self._cache.find("gradient", block=index) or self._backward(index)
+            yield index, self._cache.find("gradient", block=index) or self._walk.until_it_fits(partial(self._backward, index), progress)
             self._cache.drop("back", block=index + 1)
             self._cache.drop("hidden", block=index + 1)
             return_free_memory()
 
     def at_entry(self) -> tuple[dict[str, Gradients], dict[str, Gradients]]:
         """The gradients of what was looked up and of what was multiplied before the first block, after the backward pass."""
-        return self.entry.gradients(self._back(0), self._walk.room.rest().new)
+        return self.entry.gradients(self._back(0), self._walk.sums())
 
     def _hidden(self, index: int) -> Tensor:
         """What this block reads. If its file is gone or damaged, the block before is run again."""
@@ -137,7 +138,7 @@ class Collector:
 
     def _recorded(self, index: int, kv: KvRecorder | None) -> Result:
         hidden = self._hidden(index)
-        recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), self.hessians, self._walk.room.rest().new)
+        recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), self.hessians, self._walk.sums())
         experts = dict[str, Tensor]()
         with (
             self._walk.block(index) as block,
@@ -157,12 +158,12 @@ class Collector:
     def _backward(self, index: int) -> Result:
         hidden, gradient = self._hidden(index), self._back(index + 1)
         weights = self.blocks.weights(index)
-        recorder = GradientRecorder(watched(self.blocks, weights), weights, self.hessians, self._walk.room.rest().new)
+        recorder = GradientRecorder(watched(self.blocks, weights), weights, self.hessians, self._walk.sums())
         with self._walk.block(index) as block, recorder.attached(), torch.enable_grad():
             for batch in self._walk.batches:
                 recorder.next_batch(batch)
                 x = batch.view(hidden).detach().requires_grad_()
-                (back,) = torch.autograd.grad(block.call(batch, x), x, batch.view(gradient))
+                (back,) = torch.autograd.grad(out := block.call(batch, x), x, batch.view(gradient).to(out.device))
                 batch.view(self._output).copy_(back)
         for name in recorder.unmoved:  # it chooses (the best k of something), and a choice has no gradient: nothing is known about it
             recorder.gradients.pop(name, None)
@@ -170,14 +171,14 @@ class Collector:
 
     def _keep_gradients(self, block: int, recorder: GradientRecorder) -> Result:
         self._cache.keep("back", {}, {"state": self._output}, block=block)
-        fields = {name: vars(gradients) for name, gradients in recorder.gradients.items()}
+        fields = {name: gradients.finished() for name, gradients in recorder.gradients.items()}
         return self._cache.keep("gradient", {}, folder.packed(fields), block=block)
 
     @torch.no_grad()
     def _output_sites(self) -> Sites:
         modules, hidden = self._output_modules(), self._hidden(len(self.blocks))
         last = self._last(modules)
-        recorder = InputRecorder(Watched(modules), self.hessians, self._walk.room.rest().new)
+        recorder = InputRecorder(Watched(modules), self.hessians, self._walk.sums())
 
         def enough(*_: Any) -> None:
             raise _Enough
@@ -196,7 +197,7 @@ class Collector:
         """The gradient of the loss at the last block's output. One sample at a time: logits are wide."""
         modules, hidden = self._output_modules(), self._hidden(len(self.blocks))
         weights = [weight for weight in self.blocks.outer_weights if weight.name in modules]
-        recorder = GradientRecorder(Watched(modules), weights, self.hessians, self._walk.room.rest().new)
+        recorder = GradientRecorder(Watched(modules), weights, self.hessians, self._walk.sums())
         generator = torch.Generator().manual_seed(_SEED)
         with recorder.attached(), torch.enable_grad():
             for batch in progress(self._walk.batches, len(self._walk.batches), "statistics, loss"):
@@ -233,6 +234,6 @@ def loss_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
     """d(-log p(label)) / d logits, with one label per position drawn from p. logits (1, length, vocabulary)."""
     p = logits.float().softmax(-1)
     cumulative = p.cumsum(-1)
-    place = torch.rand(p.shape[:-1], generator=generator).unsqueeze(-1) * cumulative[..., -1:]
+    place = torch.rand(p.shape[:-1], generator=generator).to(p.device).unsqueeze(-1) * cumulative[..., -1:]
     label = torch.searchsorted(cumulative, place).clamp_(max=p.shape[-1] - 1)
     return p.scatter_add_(-1, label, torch.full_like(place, -1.0))

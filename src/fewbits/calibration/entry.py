@@ -47,13 +47,13 @@ class Entry:
         self._tables = {weight.name: weight for weight in blocks.outer_weights if weight.kind == "embedding"}
         self.multiplied = _multiplied(blocks)
         self.usage: dict[str, Tensor] = {}
-        self.inputs = InputRecorder(watched(blocks, self.multiplied), hessians, walk.room.rest().new)
+        self.inputs = InputRecorder(watched(blocks, self.multiplied), hessians, walk.sums())
 
     def enter(self) -> Tensor:
         """The state that the first block reads."""
 
         def count(name: str, ids: Tensor, rows: Tensor) -> Tensor:
-            seen = torch.bincount(ids.flatten(), minlength=self._tables[name].shape[0])
+            seen = torch.bincount(ids.flatten(), minlength=self._tables[name].shape[0]).cpu()
             self.usage[name] = self.usage.get(name, torch.zeros_like(seen)) + seen
             return rows
 
@@ -77,7 +77,7 @@ class Entry:
         return lookups, recorder.gradients
 
     def _is_sum(self, sample: Batch, back: Tensor) -> bool:
-        return all(torch.equal(gradient, sample.view(back)) for _, gradient in self._at_lookups(sample, back))
+        return all(torch.equal(gradient.cpu(), sample.view(back)) for _, gradient in self._at_lookups(sample, back))
 
     @torch.enable_grad()
     def _at_lookups(self, sample: Batch, back: Tensor) -> list[tuple[str, Tensor]]:
@@ -89,7 +89,7 @@ class Entry:
 
         with self._looking(remember):
             state, _ = self._walk.blocks.enter(sample.ids)
-        found = torch.autograd.grad(state, [rows for _, rows in looked_up], sample.view(back), allow_unused=True)
+        found = torch.autograd.grad(state, [rows for _, rows in looked_up], sample.view(back).to(state.device), allow_unused=True)
         return [(name, gradient) for (name, _), gradient in zip(looked_up, found, strict=True) if gradient is not None]
 
     @contextmanager

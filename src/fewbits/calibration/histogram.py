@@ -72,7 +72,7 @@ class Histogram:
             return
         self._widen(exponent_above(values))
         for piece in values.split(_AT_ONCE):
-            self._counts += torch.bincount(bins_of(piece, self._exponent), minlength=BINS)
+            self._counts += torch.bincount(bins_of(piece, self._exponent), minlength=BINS).cpu()
 
     def merge(self, other: Histogram) -> None:
         """Become the histogram of both sets of values."""

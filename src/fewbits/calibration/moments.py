@@ -35,8 +35,7 @@ class Moments:
         if x.numel() == 0:
             self.count += len(x)
             return
-        isa = _isa()
-        self._take(len(x), *(_reference(x) if isa is None else _native(x, isa, self.histogram.exponent)))
+        self._take(len(x), *measured(x, self.histogram.exponent))
 
     def merge(self, other: Moments) -> None:
         if other.cols != self.cols:
@@ -53,6 +52,21 @@ class Moments:
 
 
 _Taken = tuple[Tensor, Tensor, Tensor, Tensor, Histogram]
+
+
+def measured(x: Tensor, exponent: int) -> _Taken:
+    """Sums, sums of squares, extremes and histogram of (tokens, cols), by the fastest code there is where x is."""
+    if x.device.type != "cpu":
+        return _on_device(x)
+    isa = _isa()
+    return _reference(x) if isa is None else _native(x, isa, exponent)
+
+
+def _on_device(x: Tensor) -> _Taken:
+    """Sums of one batch in float32: not every device has float64. They are added up in float64, on the processor."""
+    histogram = Histogram.of(x)  # refuses values that are not finite
+    low, high = torch.aminmax(x, dim=0)
+    return x.sum(0).cpu().double(), x.square().sum(0).cpu().double(), low.cpu() + 0.0, high.cpu() + 0.0, histogram
 
 
 def _reference(x: Tensor) -> _Taken:

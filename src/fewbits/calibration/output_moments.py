@@ -46,7 +46,15 @@ def add(sums: Tensor, gradient: Tensor) -> None:
     """sums (rows, size), of one half; gradient (tokens, rows)."""
     root = torch.linalg.vector_norm(gradient, dim=1, keepdim=True).sqrt_()
     for part, into in zip((gradient / root.masked_fill_(root == 0, 1)).split(sums.shape[1], 1), blocks(sums), strict=True):
-        into.addmm_(part.T, part)
+        add_products(into, part)
+
+
+def add_products(sums: Tensor, x: Tensor) -> None:
+    """Adds x^T x. The product is made where x is; sums that have no room there are beside the processor."""
+    if sums.device == x.device:
+        sums.addmm_(x.T, x)
+    else:
+        sums += (x.T @ x).to(sums.device)
 
 
 def blocks(sums: Tensor) -> list[Tensor]:

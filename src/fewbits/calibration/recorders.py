@@ -62,7 +62,7 @@ class Site:
         drawn = x[:, :0]
         if x.shape[1] > 1:
             places = [(step * _STRIDE + len(self.first_half) + len(x)) % (x.shape[1] - 1) + 1 for step in range(DRAWN_PER_SAMPLE)]
-            drawn = x[:, places]
+            drawn = x[:, torch.tensor(places)]
         self._add(x[:, 0].clone(), x[:, 1:].reshape(-1, self.cols), drawn.reshape(-1, self.cols), half)
 
     def add_tokens(self, x: Tensor, is_first: Tensor, half: int, samples: int) -> None:  # x (tokens, cols), is_first (tokens,)
@@ -74,16 +74,16 @@ class Site:
     def _add(self, first: Tensor, later: Tensor, drawn: Tensor, half: int) -> None:
         if not len(first) + len(later):
             return
-        self.first.append(first)
+        self.first.append(first.cpu())
         self.first_half += [half] * len(first)
         each = [torch.stack(torch.aminmax(part)) for part in (first, later) if len(part)]
         low, high = torch.stack(each).unbind(1)
-        self.extremes.append(torch.stack([low.min(), high.max()]))
-        self.some.append(to_float16(drawn))
+        self.extremes.append(torch.stack([low.min(), high.max()]).cpu())
+        self.some.append(to_float16(drawn).cpu())
         self.some_half += [half] * len(drawn)
         self.halves[half].add(later)
         if self.moment is not None:
-            self.moment[half].addmm_(later.T, later)
+            output_moments.add_products(self.moment[half], later)
 
     def finished(self) -> InputStatistics:
         a, b = self.halves
@@ -104,7 +104,7 @@ class Site:
             some=torch.cat([torch.empty(0, self.cols, dtype=torch.float16), *self.some]),
             some_half=torch.tensor(self.some_half, dtype=torch.uint8),
             histogram=both.histogram,
-            moment=self.moment,
+            moment=None if self.moment is None else self.moment.cpu(),
         )
 
 
@@ -170,7 +170,7 @@ class _Recorder:
     def _is_first(self, product: Product) -> Tensor:
         """Of each token of an expert: whether it is the first of its sample. Where that is not known, it counts as a later one."""
         if product.tokens is None:
-            return torch.zeros(len(product.x), dtype=torch.bool)
+            return torch.zeros(len(product.x), dtype=torch.bool, device=product.x.device)
         return product.tokens % self._batch.ids.shape[1] == 0
 
     def _attach(self, name: str, module: nn.Module) -> Any:
@@ -224,6 +224,10 @@ class Gradients:
     fisher: Tensor | None
     outputs: Tensor | None
 
+    def finished(self) -> dict[str, Any]:
+        """Its fields, off the device."""
+        return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+
     @staticmethod
     def of(weight: Weight, hessian: bool, new: New = torch.zeros) -> Gradients:
         rows, cols = weight.shape
@@ -231,20 +235,23 @@ class Gradients:
         return Gradients(_doubles(2), _doubles(rows), _doubles(cols), fisher, output_moments.zeros(weight, new) if hessian else None)
 
     def add(self, x: Tensor, gradient: Tensor, half: int) -> None:  # (batch, length, cols) and (batch, length, rows)
-        is_first = torch.zeros(x.shape[:2], dtype=torch.bool)
-        is_first[:, 0] = True
-        self.add_tokens(x.flatten(0, 1), gradient.flatten(0, 1), is_first.flatten(), half)
+        self._add(x.flatten(0, 1), gradient.flatten(0, 1), half, lambda each: (each.view(x.shape[:2])[:, 0], each.view(x.shape[:2])[:, 1:]))
 
     def add_tokens(self, x: Tensor, gradient: Tensor, is_first: Tensor, half: int) -> None:  # (tokens, cols), (tokens, rows), (tokens,)
+        here = is_first.cpu()
+        self._add(x, gradient, half, lambda each: (each[here], each[~here]))
+
+    def _add(self, x: Tensor, gradient: Tensor, half: int, apart: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        """`apart`: of something that each token has, what the first tokens of samples have and what the others have."""
         norm = torch.linalg.vector_norm(gradient, dim=-1)
         root = norm / gradient.shape[-1] ** 0.5  # the square root of w_t, the mean over outputs of g^2
-        weight = root.double().square()
-        self.sensitivity[half] += torch.stack([weight[is_first].sum(), weight[~is_first].sum()])
-        self.gradient_square[half] += torch.linalg.vector_norm(gradient, dim=0).double().square()
+        first, later = apart(root.cpu().double().square())  # not every device has float64
+        self.sensitivity[half] += torch.stack([first.reshape(-1).sum(), later.reshape(-1).sum()])
+        self.gradient_square[half] += torch.linalg.vector_norm(gradient, dim=0).cpu().double().square()
         scaled = x * root.unsqueeze(-1)
-        self.fisher_square[half] += torch.linalg.vector_norm(scaled, dim=0).double().square()
+        self.fisher_square[half] += torch.linalg.vector_norm(scaled, dim=0).cpu().double().square()
         if self.fisher is not None:
-            self.fisher[half].addmm_(scaled.T, scaled)
+            output_moments.add_products(self.fisher[half], scaled)
         if self.outputs is not None:
             output_moments.add(self.outputs[half], gradient)
 
@@ -319,7 +326,7 @@ class KvRecorder:
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         for name, x in (("key", keys), ("value", values)):
-            low, high = x.amin((0, 2)), x.amax((0, 2))
+            low, high = x.amin((0, 2)).cpu(), x.amax((0, 2)).cpu()
             self.ranges[f"{name}_low"] = torch.minimum(low, self.ranges.get(f"{name}_low", low))
             self.ranges[f"{name}_high"] = torch.maximum(high, self.ranges.get(f"{name}_high", high))
         return keys, values
@@ -337,7 +344,7 @@ def counting_experts(block: nn.Module, prefix: str, counts: dict[str, Tensor]) -
         def see(_: nn.Module, inputs: tuple[Any, ...], name: str = f"{prefix}.{name}", experts: int = len(all_experts)) -> None:
             chosen = next((x for x in inputs if isinstance(x, Tensor) and not x.is_floating_point()), None)
             if chosen is not None:
-                seen = torch.bincount(chosen.flatten(), minlength=experts)[:experts]
+                seen = torch.bincount(chosen.flatten(), minlength=experts)[:experts].cpu()
                 counts[name] = counts.get(name, torch.zeros(experts, dtype=torch.int64)) + seen
 
         handles.append(module.register_forward_pre_hook(see))
@@ -350,7 +357,7 @@ def counting_experts(block: nn.Module, prefix: str, counts: dict[str, Tensor]) -
 
 def block_inputs(walk: Walk, index: int, hidden: Tensor) -> dict[str, InputStatistics]:
     """Of every weight of a block, by name: what it reads where the block reads these hidden states."""
-    recorder = InputRecorder(watched(walk.blocks, walk.blocks.weights(index)), True, walk.room.rest().new)
+    recorder = InputRecorder(watched(walk.blocks, walk.blocks.weights(index)), True, walk.sums())
     with walk.block(index) as block, recorder.attached():
         block.run(hidden, None, recorder.next_batch)
     return {reader: statistics for statistics, readers in finished(recorder).values() for reader in readers}

@@ -145,13 +145,18 @@ def cost(
     samples: Samples = 64,
     format: Annotated[str, typer.Option("--format", help="For the last step.")] = "q4_0",
     method: Annotated[str, typer.Option("--method", help="For the last step.")] = "gptq",
+    device: Annotated[
+        str, typer.Option("--device", help="Where statistics are taken: cpu, cuda, mps, xpu; the forward pass is the processor's.")
+    ] = "cpu",
     as_json: Json = False,
 ) -> None:
     """Time of statistics and of quantizing, in forward passes over the same text, and peak memory."""
     from fewbits.benchmarks.scale.cost import cost as run
     from fewbits.benchmarks.tables import scale as tables
 
-    result = run(model, data=data or (), samples=samples, format=format, method=method, progress=progress_for(as_json, False))
+    result = run(
+        model, data=data or (), samples=samples, format=format, method=method, device=device, progress=progress_for(as_json, False)
+    )
     show_data(result, tables.cost, as_json)
 
 

@@ -31,6 +31,7 @@ def calibrate(
     ] = False,
     memory: options.Memory = "1GB",
     merge: Annotated[list[Path] | None, typer.Option("--merge", help="Add these to statistics of other texts, taken before.")] = None,
+    device: options.Device = "auto",
     executor: options.Executor = "local",
     store: options.Store = None,
     shards: options.Shards = 1,
@@ -47,7 +48,7 @@ def calibrate(
     result = run(
         model, out, data=data or (), samples=samples, weights=weights, length=length, seed=seed, held_out=held_out or (),
         no_hessians=no_hessians, no_gradients=no_gradients, memory=options.bytes_of(memory), merge=merge or (), imatrix=imatrix,
-        executor=executor, store=store, shards=shards, offline=offline,
+        device=device, executor=executor, store=store, shards=shards, offline=offline,
         progress=progress_for(as_json, quiet),
     )  # fmt: skip
     show(result, calibration.show, as_json, quiet)

@@ -42,6 +42,7 @@ def compare(
         int | None, typer.Option("--tokens", min=1, help="About how many tokens to judge on. Default: 4096, with --against 16384.")
     ] = None,
     memory: options.Memory = "1GB",
+    device: options.Device = "auto",
     offline: Offline = False,
     as_json: Json = False,
 ) -> None:
@@ -58,7 +59,7 @@ def compare(
             note_default_text(against, "judged")
         _files(
             model, against, as_json, out=out, data=data or (), weights=weights, length=length, tokens=tokens or 16384,
-            memory=options.bytes_of(memory), offline=offline, progress=progress,
+            memory=options.bytes_of(memory), device=device, offline=offline, progress=progress,
         )  # fmt: skip
         return
     one, tokens = _one(model), tokens or 4096

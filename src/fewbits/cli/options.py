@@ -40,6 +40,9 @@ Samples = Annotated[int, typer.Option("--samples", min=1, help="Samples to calib
 Memory = Annotated[
     str, typer.Option("--memory", help="For hidden states; what is beyond goes to disk. Experts that exceed it are read one by one.")
 ]
+Device = Annotated[
+    str, typer.Option("--device", help="Where the float model runs: cpu, cuda, cuda:1, mps, xpu; auto: a GPU if there is one.")
+]
 Executor = Annotated[
     str, typer.Option("--executor", help="Who works: local (this process), local:4 (so many processes), ray, or ray://HOST:PORT.")
 ]

@@ -50,6 +50,7 @@ def quantize(
     activations: Annotated[str, typer.Option("--activations", help="none, int8, fp8 (either with :static), or nvfp4.")] = "none",
     kv: Annotated[str | None, typer.Option("--kv", help="Format of the KV cache: int8, int4, fp8.")] = None,
     memory: options.Memory = "1GB",
+    device: options.Device = "auto",
     max_kl: options.MaxKl = None,
     min_agreement: options.MinAgreement = None,
     max_ppl_ratio: options.MaxPplRatio = None,
@@ -84,7 +85,7 @@ def quantize(
             "--sequential": sequential, "--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio,
             "--held-out": held_out, "--formats": formats, "--together": together, "--split-size": split_size,
             "--executor": executor != "local", "--store": store, "--shards": shards > 1, "--like": like, "--converter": converter,
-            "--imatrix": imatrix, "--weights": weights,
+            "--imatrix": imatrix, "--weights": weights, "--device": device != "auto",
         }  # fmt: skip
         onnx.quantize(
             model, out, refused, as_json, quiet, format=format, plan=plan, override=override or (), method=method, activations=activations,
@@ -103,7 +104,8 @@ def quantize(
         override=override or (), formats=options.names_of(formats), together=together or (), min_speed=min_speed,
         bandwidth=parse_bandwidth(bandwidth), strategy=strategy, rounds=rounds, method=method, data=data or (), held_out=held_out or (),
         stats=stats, samples=samples, seed=seed, rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv,
-        weights=weights, memory=options.bytes_of(memory), max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
+        weights=weights, memory=options.bytes_of(memory), device=device,
+        max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
         min_cosine=min_cosine, length=length, tokens=tokens, no_verify=no_verify, executor=executor, store=store, shards=shards,
         fresh=fresh, offline=offline, like=like, converter=converter, accept_unmatched=accept_unmatched, max_floor=max_floor,
         imatrix=imatrix, requantize=requantize, answers=answers, progress=progress_for(as_json, quiet),

@@ -27,6 +27,7 @@ def verify(
     min_cosine: options.MinCosine = None,
     max_error: options.MaxError = None,
     memory: options.Memory = "1GB",
+    device: options.Device = "auto",
     no_floor: Annotated[bool, typer.Option("--no-floor", help="Do not also run the float file in the same runtime.")] = False,
     like: options.Like = None,
     offline: options.Offline = False,
@@ -52,7 +53,7 @@ def verify(
     verdict = run(
         path, against, data=data or (), weights=weights, runtime=runtime, max_kl=max_kl, min_agreement=min_agreement,
         max_ppl_ratio=max_ppl_ratio, min_cosine=min_cosine, length=length, tokens=tokens, no_floor=no_floor,
-        memory=options.bytes_of(memory), like=like, offline=offline, progress=progress_for(as_json, quiet),
+        memory=options.bytes_of(memory), device=device, like=like, offline=offline, progress=progress_for(as_json, quiet),
     )  # fmt: skip
     show(verdict, verdicts.show, as_json, quiet)
     raise typer.Exit(0 if verdict.passed else 1)

@@ -1,7 +1,8 @@
 """A path or hub id comes in; a `Model` goes out: a list of weights, each a (rows, cols) matrix, and the few tensors that stay in float.
 
 What is a weight follows from the module graph of transformers, and which parameters hold experts from a small trial (experts.py): no
-architecture has code of its own here. checkpoints/, gguf/ and onnx/ read the files, blocks.py and walk.py run a model one block at a time.
+architecture has code of its own here. checkpoints/, gguf/ and onnx/ read the files, blocks.py and walk.py run a model one block at a time,
+placement.py says on which device.
 """
 
 from __future__ import annotations

@@ -56,6 +56,8 @@ class Blocks:
     def __init__(self, model: Source, memory: int | None = None) -> None:
         """`memory`: bytes that the experts of a block may take together before they are loaded one at a time; None: no limit."""
         self.model, self._memory = model, memory
+        self.device = torch.device("cpu")
+        self._nothing = _NOTHING
         # experts are multiplied one by one, so that the inputs of each can be seen
         self.module = empty_module(with_eager_experts(model.config)).eval().requires_grad_(False)
         self.path, blocks = _blocks_of(self.module, model.weights)
@@ -63,7 +65,7 @@ class Blocks:
         self.stubs = [Stub(block) for block in self._blocks]  # in the places of the blocks
         self._shapes = {name: tensor.shape for name, tensor in self._parameters.items()}
         for name in self._names():  # uninitialized values take no memory on fresh pages, but these may be reused ones
-            self._parameters[name].data = _NOTHING.expand(self._shapes[name])
+            self._parameters[name].data = self._nothing.expand(self._shapes[name])
         return_free_memory()
         self._supplied: dict[str, Callable[[], Tensor]] = {}  # experts of the filled block that are loaded for each product
         put(self.module, self.path, nn.ModuleList(self.stubs))
@@ -75,6 +77,28 @@ class Blocks:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def to(self, device: torch.device) -> Blocks:
+        """The same blocks, filled and run on this device from now on. What a model is was found out on the processor before."""
+        if device == self.device:
+            return self
+        self._hold([])
+        self.device, self._nothing = device, torch.zeros((), device=device)
+        names = {id(tensor): name for name, tensor in self._parameters.items()}
+        self.replace_tensors(lambda t: t.to(device) if _has_values(t) else self._nothing.expand(self._shapes[names[id(t)]]))
+        return self
+
+    def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Every parameter and buffer by another tensor; what is one tensor in two places stays one."""
+        new: dict[int, Tensor] = {}
+        for module in (module for part in [self.module, *self._blocks] for module in part.modules()):
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and id(tensor) not in new:
+                        changed = change(tensor)
+                        new[id(tensor)] = nn.Parameter(changed, False) if isinstance(tensor, nn.Parameter) else changed
+                    tensors[name] = None if tensor is None else new[id(tensor)]  # type: ignore[assignment]
+        del self._parameters
 
     @property
     def is_chain(self) -> bool:
@@ -135,6 +159,7 @@ class Blocks:
         elif weight.expert is not None:
             weight.view(parameter.data).copy_(matrix)
         else:  # not written in place: the memory may be that of the checkpoint's file
+            matrix = matrix.to(self.device)
             parameter.data = matrix.T.contiguous() if weight.transposed else matrix.reshape(self._shapes[weight.parameter])
 
     @contextmanager
@@ -170,7 +195,7 @@ class Blocks:
         self._hold([weight for weight in self._ends if weight.kind != "output"])
         self.stubs[-1].stop = True
         try:
-            self.module(input_ids=ids, use_cache=False)
+            self.module(input_ids=ids.to(self.device), use_cache=False)
         except Stopped:
             pass
         finally:
@@ -181,14 +206,14 @@ class Blocks:
 
     def leave(self, state: Tensor) -> Tensor:  # (batch, length, columns)
         """Logits (batch, length, vocabulary) from the state after the last block, or from some of its positions."""
-        return self.logits_of(self.layout.hidden_of(state), torch.zeros(state.shape[:2], dtype=torch.long))
+        return self.logits_of(self.layout.hidden_of(state.to(self.device)), torch.zeros(state.shape[:2], dtype=torch.long))
 
     def logits_of(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """From what the last block returns. `ids` do not change the logits of a chain; chain.py varies them to check that."""
         self._hold([weight for weight in self._ends if weight.kind != "embedding" or weight.tied_to])
         self.stubs[-1].answer = hidden
         try:
-            logits: Tensor = self.module(input_ids=ids, use_cache=False, return_dict=False)[0]
+            logits: Tensor = self.module(input_ids=ids.to(self.device), use_cache=False, return_dict=False)[0]
         finally:
             self.stubs[-1].answer = None
         return logits
@@ -206,7 +231,7 @@ class Blocks:
                 yield self._blocks[index]
         finally:
             for name in names:
-                self._parameters[name].data = torch.empty(0)
+                self._parameters[name].data = torch.empty(0, device=self.device)
             return_free_memory()
 
     def _exceeds(self, experts: Sequence[Weight]) -> bool:
@@ -218,11 +243,11 @@ class Blocks:
         for weight in experts:
             self._supplied[weight.name] = lambda weight=weight: self.model.load(weight)  # type: ignore[misc]
             if weight.expert == 0:
-                self._parameters[weight.parameter].data = placeholder(self._shapes[weight.parameter])
+                self._parameters[weight.parameter].data = placeholder(self._shapes[weight.parameter]).to(self.device)
         transposed = {weight.name: weight.transposed for weight in experts}
 
         def supply(parameter: str, expert: int) -> Tensor:
-            matrix = self._supplied[f"{parameter}.{expert}"]()
+            matrix = self._supplied[f"{parameter}.{expert}"]().to(self.device)
             return matrix.T.contiguous() if transposed[f"{parameter}.{expert}"] else matrix
 
         try:
@@ -264,11 +289,10 @@ class Blocks:
         """Loads these of the embeddings and output matrix, and frees the others."""
         for weight in self._ends:
             parameter = self._parameters[weight.parameter]
-            is_loaded = parameter.untyped_storage().data_ptr() != _NOTHING.untyped_storage().data_ptr()
-            if weight in wanted and not is_loaded:
+            if weight in wanted and not _has_values(parameter):
                 self.put(weight, self.model.load(weight))
-            elif weight not in wanted and is_loaded:
-                parameter.data = _NOTHING.expand(self._shapes[weight.parameter])
+            elif weight not in wanted and _has_values(parameter):
+                parameter.data = self._nothing.expand(self._shapes[weight.parameter])
 
     def _fill(self, names: Iterable[str]) -> None:
         inside: dict[str, list[Weight]] = {}
@@ -277,10 +301,10 @@ class Blocks:
         for name in names:
             for weight in inside.get(name, ()):
                 if weight.expert == 0:
-                    self._parameters[name].data = torch.empty(self._shapes[name])
+                    self._parameters[name].data = torch.empty(self._shapes[name], device=self.device)
                 self.put(weight, self.model.load(weight))
             if name not in inside:
-                self._parameters[name].data = self.model.tensor(name).float()
+                self._parameters[name].data = self.model.tensor(name).float().to(self.device)
 
 
 def state_columns(model: Source) -> tuple[int, int] | None:
@@ -293,6 +317,11 @@ def state_columns(model: Source) -> tuple[int, int] | None:
 
 
 _NOTHING = torch.zeros(())  # expanded to the shape of an embedding, tokens can be looked up in it, and it takes no memory
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Not emptied, and not `_NOTHING` expanded."""
+    return tensor.numel() > 0 and (tensor.dim() == 0 or any(tensor.stride()))
 
 
 def _blocks_of(module: nn.Module, weights: Sequence[Weight]) -> tuple[str, nn.ModuleList]:

@@ -110,7 +110,7 @@ class Products(TorchFunctionMode):
         known = self._given.get(expert)
         if known is not None and len(known) == len(x):
             return known
-        return torch.arange(self._count) if len(x) == self._count else None
+        return torch.arange(self._count, device=x.device) if len(x) == self._count else None
 
 
 class ExpertsOnDemand(TorchFunctionMode):

@@ -6,18 +6,26 @@ says what happens at each block: what is recorded or rounded while it runs, whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fewbits.errors import MissingError
+from fewbits.model import placement
+from fewbits.progress import say
+
 if TYPE_CHECKING:
     from fewbits.model.blocks import Blocks
     from fewbits.model.stubs import Call
+    from fewbits.progress import Progress
     from fewbits.store.mapped import Room
+
+T = TypeVar("T")
 
 BATCH_TOKENS = 2048  # enough rows for a matrix product to run at full speed
 
@@ -59,7 +67,7 @@ def batches(samples: Sequence[Sequence[int]]) -> list[Batch]:
 
 class Walk:
     def __init__(self, blocks: Blocks, batches: Sequence[Batch], room: Room) -> None:
-        self.blocks, self.batches, self.room = blocks, batches, room
+        self.blocks, self.batches, self.room = blocks.to(placement.current()), batches, room
         self.calls: dict[tuple[int, ...], list[Call]] = {}  # by the shape of a batch: the other arguments of each block
 
     @torch.no_grad()
@@ -77,6 +85,42 @@ class Walk:
                     hidden = self.room.new((self.batches[-1].where.stop, entered.shape[-1]))
                 batch.view(hidden).copy_(entered)
         return hidden
+
+    def sums(self) -> Callable[[Sequence[int]], Tensor]:
+        """What makes zero tensors for the sums of one block: on the device as long as there is room, else where hidden states are."""
+        where = self.blocks.device
+        left = 0 if where.type == placement.CPU else placement.room_for_sums(where)
+        beside = self.room.rest()
+
+        def new(shape: Sequence[int]) -> Tensor:
+            nonlocal left
+            nbytes = math.prod(shape) * torch.float32.itemsize
+            if left is not None and nbytes > left:
+                return beside.new(shape)
+            left = None if left is None else left - nbytes
+            return torch.zeros(*shape, device=where)
+
+        return new
+
+    def until_it_fits(self, work: Callable[[], T], progress: Progress[Any]) -> T:
+        """The result of a pass through one block, begun anew with batches of half the size where the device has no room for them."""
+        while True:
+            try:
+                return work()
+            except torch.OutOfMemoryError as failure:
+                if all(len(batch.ids) == 1 for batch in self.batches):
+                    hint = "give a shorter `--length`, or `--device cpu`"
+                    raise MissingError(f"{self.blocks.device} has no room for one sample in one block of the model", hint) from failure
+            most = max(len(batch.ids) for batch in self.batches) // 2
+            say(progress, f"{self.blocks.device} is out of memory: batches of at most {most} samples from here on")
+            self._split(most)
+
+    @torch.no_grad()
+    def _split(self, most: int) -> None:
+        self.batches = [part for batch in self.batches for part in batch.split(most)]
+        for batch in self.batches:
+            if tuple(batch.ids.shape) not in self.calls:
+                self.calls[tuple(batch.ids.shape)] = self.blocks.enter(batch.ids)[1]
 
     @contextmanager
     def block(self, index: int, decoded: Mapping[str, Tensor] | None = None) -> Iterator[LoadedBlock]:
@@ -102,7 +146,7 @@ class LoadedBlock:
     def call(self, batch: Batch, x: Tensor, cache: Any = None) -> Tensor:  # (samples, length, width) -> the same shape
         """One batch. `cache`: its `update` is given keys and values, if the block takes a cache."""
         call = self.walk.calls[tuple(batch.ids.shape)][self.index]
-        return self.walk.blocks.run(self.index, x, call, cache if "past_key_values" in call else None)
+        return self.walk.blocks.run(self.index, x.to(self.walk.blocks.device), call, cache if "past_key_values" in call else None)
 
     @torch.no_grad()
     def run(self, hidden: Tensor, into: Tensor | None, before: Callable[[Batch], None] | None = None, cache: Any = None) -> None:

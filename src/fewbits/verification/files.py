@@ -20,6 +20,7 @@ from fewbits.calibration.text.windows import Window
 from fewbits.devices.units import bytes_of
 from fewbits.errors import InputError
 from fewbits.inspection.sizes import bits_per_weight, size_of
+from fewbits.model import placement
 from fewbits.model.gguf import laid_out
 from fewbits.model.gguf.model import GgufModel
 from fewbits.planning.accuracy import Thresholds
@@ -59,6 +60,7 @@ def verify(
     no_floor: bool = False,
     like: str | Path | None = None,
     memory: str | int = MEMORY,
+    device: str = placement.AUTO,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Verdict | EmbeddingVerdict:
@@ -67,9 +69,10 @@ def verify(
     `data`: held-out text, by default the embedded one; each path is a kind of text, named by its stem or as `NAME=PATH`. `weights`: the
     tokens of each kind in proportion, `prose=1,code=2`; without them all alike. `length`: tokens in a window, of one kind too:
     `books=4096`. `no_floor`: do not run the float file there too, which measures the runtime's own error.
-    `like`: that float file, of a model that fewbits itself cannot write.
+    `like`: that float file, of a model that fewbits itself cannot write. `device`: where the float model runs, `cpu`, `cuda`, `auto`.
     """
     path, thresholds = Path(path), Thresholds(max_kl, min_agreement, max_ppl_ratio, min_cosine)
+    placement.check_name(device)
     mix, usual = mixed(weights, length)
     room = bytes_of(memory, "--memory")
     mix.check(by_domain.names_of(listed(data)))
@@ -93,7 +96,8 @@ def verify(
     if isinstance(source, GgufModel):
         llamacpp.lend_tokenizer(source)
     text = split.held_out_text(source, data, in_tokens(usual), tokens, mix)
-    return verdict_on(path, source, text.windows, Trial(chosen, thresholds, not no_floor, text.domains), progress, memory=room)
+    with placement.passes_on(device, progress):
+        return verdict_on(path, source, text.windows, Trial(chosen, thresholds, not no_floor, text.domains), progress, memory=room)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ bits are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from fewbits.errors import InputError
 from fewbits.formats.runtime.kv import text_config
 from fewbits.inference.rounded_inputs import rounding_inputs
+from fewbits.model import placement
 from fewbits.model.blocks import Blocks
 from fewbits.model.walk import Batch, Walk
 from fewbits.progress import silent
@@ -74,7 +76,8 @@ class StreamedSession(Session):
             return iter(())
         starts = accumulate(map(len, windows), initial=0)
         batches = [Batch(torch.tensor([list(window)]), 0, start) for window, start in zip(windows, starts, strict=False)]
-        walk = Walk(blocks, batches, room)
+        with placement.passes_on(placement.CPU) if self._activations else nullcontext():  # inputs are rounded by native code
+            walk = Walk(blocks, batches, room)
         hidden = self._hidden(walk, progress)
         return (self._logits(walk, hidden[batch.where]) for batch in batches)
 
@@ -104,7 +107,7 @@ class StreamedSession(Session):
         outer = {weight.tied_to or weight.name for weight in walk.blocks.outer_weights}
         for part in hidden.split(PART):
             with torch.no_grad(), self._rounding(walk.blocks, outer):
-                logits = walk.blocks.leave(part.unsqueeze(0))[0].float()
+                logits = walk.blocks.leave(part.unsqueeze(0))[0].float().cpu()
             yield logits
 
     def _rounding(self, blocks: Blocks, names: set[str]) -> Any:

@@ -14,6 +14,7 @@ from fewbits import artifact as artifacts
 from fewbits import calibration, formats, model, planning, sensitivity, targets
 from fewbits.benchmarks.scale.process_usage import peak
 from fewbits.calibration.folder import Statistics
+from fewbits.model import placement
 from fewbits.model.walk import batches
 from fewbits.planning.allocation import allocator
 from fewbits.progress import Progress, silent
@@ -50,6 +51,7 @@ def cost(
     length: int | None = None,
     format: str = "q4_0",
     method: str = "gptq",
+    device: str = placement.CPU,
     progress: Progress[Any] = silent,
 ) -> Cost:
     source = model.open(name)
@@ -71,6 +73,10 @@ def cost(
                 for ids in batch.ids:  # one at a time: the logits of a batch would take gigabytes
                     module(input_ids=ids.unsqueeze(0), use_cache=False)
 
+    def placed(folder: Path, **how: Any) -> None:
+        with placement.passes_on(device):
+            calibration.collect(source, drawn, folder, **how)
+
     module: Any = source.module()
     with torch.inference_mode():
         module(input_ids=batches(drawn.ids)[0].ids[:1], use_cache=False)  # the first call allocates
@@ -79,8 +85,8 @@ def cost(
     with scratch_folder() as scratch:
         folder = Path(scratch)
         plain: dict[str, Any] = {"hessians": False, "gradients": False, "progress": progress}
-        timed("statistics", lambda: calibration.collect(source, drawn, folder / "plain", **plain))
-        timed("statistics, Hessians and gradients", lambda: calibration.collect(source, drawn, folder / "all", progress=progress))
+        timed("statistics", lambda: placed(folder / "plain", **plain))
+        timed("statistics, Hessians and gradients", lambda: placed(folder / "all", progress=progress))
         statistics = Statistics(folder / "all")
         target = targets.get("gguf")
         plan = planning.uniform(source.weights, target, formats.get(format), (), method)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits.calibration import MEMORY, Paths
+from fewbits.model import placement
 from fewbits.progress import silent
 from fewbits.reporting.page import report
 from fewbits.reporting.schema import NAME
@@ -30,6 +31,7 @@ def compare_files(
     length: int | str | Mapping[str, int] | None = None,
     tokens: int = TOKENS,
     memory: int = MEMORY,
+    device: str = placement.AUTO,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Comparison:
@@ -40,8 +42,8 @@ def compare_files(
     """
     work = None if out is None else Path(out).with_name(f"{Path(out).name}.work")
     compared = trial.compare_files(
-        files, against, data=data, weights=weights, length=length, tokens=tokens, work=work, memory=memory, offline=offline,
-        progress=progress,
+        files, against, data=data, weights=weights, length=length, tokens=tokens, work=work, memory=memory, device=device,
+        offline=offline, progress=progress,
     )  # fmt: skip
     if out is not None and work is not None:
         with Staged(work / NAME) as staged:

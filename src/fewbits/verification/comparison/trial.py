@@ -14,6 +14,7 @@ from fewbits.calibration import MEMORY, Paths, by_domain, listed, split
 from fewbits.calibration.text.domains import in_tokens, mixed
 from fewbits.errors import FewbitsError, InputError, MissingError
 from fewbits.inspection.sizes import bits_per_weight, size_of
+from fewbits.model import placement
 from fewbits.model.gguf.model import GgufModel
 from fewbits.planning.accuracy import Thresholds
 from fewbits.progress import doing, say, silent
@@ -49,11 +50,13 @@ def compare_files(
     tokens: int = TOKENS,
     work: Path | None = None,
     memory: int = MEMORY,
+    device: str = placement.AUTO,
     offline: bool = False,
     progress: Progress[Any] = silent,
 ) -> Comparison:
     """`work`: a folder in which every window that was judged is kept, so that the same call resumes there. Text as for `verify`."""
     mix, usual = mixed(weights, length)
+    placement.check_name(device)
     mix.check(by_domain.names_of(listed(data)))
     if not isinstance(against, models.Model) and (Path(against) / manifest.NAME).is_file():
         raise InputError(
@@ -68,7 +71,8 @@ def compare_files(
     measured: dict[str, MeasuredLogits] = {}
     verdicts: dict[str, Verdict] = {}
     speeds: dict[str, float | None] = {}
-    with _cache(work, progress) as cache:
+    with _cache(work, progress) as all_results, placement.passes_on(device, progress):
+        cache = all_results.of(**placement.part_of_key())
         for number, each in enumerate(known, 1):
             say(progress, f"{number} of {len(known)}: {each.name} in {each.runtime.name}")
             try:
