@@ -83,6 +83,7 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress[Any] = si
 @contextmanager
 def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
     """The model, the text and the work folder, after everything that can be refused was."""
+    placement.find(request.device)
     with doing(progress, f"opening {request.model}"):
         source = open_source(request.model, request.offline)
         request.check(source)

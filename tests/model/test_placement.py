@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import fewbits
 from fewbits import model as models
 from fewbits.calibration import moments
 from fewbits.calibration.collector import Collector
@@ -208,6 +209,17 @@ class TestNames:
         with pytest.raises(MissingError, match="finds none"), placement.passes_on(absent):
             pass
 
+    def test_it_is_refused_before_anything_is_opened(self, tmp_path: Path) -> None:
+        absent = next(gpu for gpu in ("xpu", "mps", "cuda") if not placement._is_here(gpu))
+        for verb in (
+            lambda: fewbits.quantize(tmp_path / "none", tmp_path / "m.gguf", size="4bpw", device=absent),
+            lambda: fewbits.calibrate(tmp_path / "none", tmp_path / "stats", device=absent),
+            lambda: fewbits.verify(tmp_path / "none.gguf", tmp_path / "none", device=absent),
+            lambda: fewbits.compare_files(tmp_path / "none.gguf", tmp_path / "none", device=absent),
+        ):
+            with pytest.raises(MissingError, match="finds none"):
+                verb()
+
     def test_a_number_too_large(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -217,9 +229,9 @@ class TestNames:
 
     def test_auto_takes_a_gpu_where_there_is_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(placement, "_is_here", lambda gpu: gpu == "xpu")
-        assert placement._found("auto") == "xpu"
+        assert placement.find("auto") == "xpu"
         monkeypatch.setattr(placement, "_is_here", lambda _: False)
-        assert placement._found("auto") == "cpu"
+        assert placement.find("auto") == "cpu"
 
     def test_workers_run_on_the_processor(self, tmp_path: Path) -> None:
         asked = {"model": "MODEL", "out": tmp_path / "m.gguf", "size": "4bpw", "executor": "local:2"}

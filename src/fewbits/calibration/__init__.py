@@ -91,6 +91,7 @@ def calibrate(
     through the model separately, each in a worker of the executor."""
     workers = executors.parse(executor, store)
     where = placement.for_executor(device, workers.in_process)
+    placement.find(where)
     mix, usual = mixed(weights, length)
     source = model if isinstance(model, Model) else models.open(model, offline)
     if imatrix is not None:

@@ -47,7 +47,7 @@ def for_executor(name: str, in_process: bool) -> str:
 @contextmanager
 def passes_on(name: str, progress: Progress[Any] = silent) -> Iterator[None]:
     """While inside, models run on this device."""
-    chosen = _found(check_name(name))
+    chosen = find(name)
     if chosen != CPU:
         say(progress, f"the model runs on {described(chosen)}")
     token = _current.set(chosen)
@@ -87,14 +87,18 @@ def room_for_sums(device: torch.device) -> int | None:
     return int(torch.xpu.mem_get_info(device)[0] * _SHARE) if device.type == "xpu" else None
 
 
-def _found(name: str) -> str:
+def find(name: str) -> str:
+    """The device that this name means here, or an error: before the work, where it is called for that alone."""
+    name = check_name(name)
+    if name == CPU:
+        return CPU
     import torch
 
     here = [gpu for gpu in _GPUS if _is_here(gpu)]
     if name == AUTO:
         return here[0] if here else CPU
     kind, _, number = name.partition(":")
-    if kind != CPU and kind not in here:
+    if kind not in here:
         build = f"torch {torch.__version__} finds none here"
         hint = "`--device cpu` runs anywhere; a GPU needs its driver and a build of torch for it" + (f"; here is {here[0]}" if here else "")
         raise MissingError(f"`--device {name}`: {build}", hint)

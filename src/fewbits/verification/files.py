@@ -72,7 +72,7 @@ def verify(
     `like`: that float file, of a model that fewbits itself cannot write. `device`: where the float model runs, `cpu`, `cuda`, `auto`.
     """
     path, thresholds = Path(path), Thresholds(max_kl, min_agreement, max_ppl_ratio, min_cosine)
-    placement.check_name(device)
+    placement.find(device)
     mix, usual = mixed(weights, length)
     room = bytes_of(memory, "--memory")
     mix.check(by_domain.names_of(listed(data)))

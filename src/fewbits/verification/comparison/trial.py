@@ -56,7 +56,7 @@ def compare_files(
 ) -> Comparison:
     """`work`: a folder in which every window that was judged is kept, so that the same call resumes there. Text as for `verify`."""
     mix, usual = mixed(weights, length)
-    placement.check_name(device)
+    placement.find(device)
     mix.check(by_domain.names_of(listed(data)))
     if not isinstance(against, models.Model) and (Path(against) / manifest.NAME).is_file():
         raise InputError(
