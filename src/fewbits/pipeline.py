@@ -83,7 +83,7 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress[Any] = si
 @contextmanager
 def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
     """The model, the text and the work folder, after everything that can be refused was."""
-    placement.find(request.device)
+    placement.find(request.passes_on)
     with doing(progress, f"opening {request.model}"):
         source = open_source(request.model, request.offline)
         request.check(source)
@@ -177,7 +177,7 @@ class Run:
         if self.text.samples is None:
             return None
         assert not isinstance(self.source, GgufModel), "no text was drawn for it"
-        with placement.passes_on(asked.device, self.progress):
+        with placement.passes_on(asked.passes_on, self.progress):
             statistics = reuse.collected(
                 self.source, self.text.samples, asked.work / "statistics", self.cache.of(**placement.part_of_key()),
                 memory=asked.memory, shards=asked.shards, crew=self.crew, progress=self.progress,
@@ -248,7 +248,7 @@ class Run:
         if asked.no_verify:
             return None
         trial = Trial(runtimes.get(asked.target.runtime), asked.limits, domains=self.text.domains)
-        with placement.passes_on(asked.device):
+        with placement.passes_on(asked.passes_on):
             cache = self.cache.of(**placement.part_of_key())
             return verdict_on(file, self.subject, self.text.windows, trial, self.progress, cache, asked.memory)
 

@@ -109,8 +109,7 @@ class Request:
         self._read("memory", lambda given: bytes_of(given, "--memory"))
         self._read("context", parse_tokens)
         self._read("bandwidth", speed.parse_bandwidth)
-        object.__setattr__(self, "device", placement.for_executor(self.device, self.workers.in_process))
-        _ = self.workers, self.path, self.budget, self.constraints, self.mix, self.usual_length  # each refuses what is wrong with it
+        _ = self.workers, self.passes_on, self.path, self.budget, self.constraints, self.mix, self.usual_length  # each refuses a wrong one
         fixed = [given for given in (self.format, self.plan, self.size, self.fits) if given is not None]
         if len(fixed) > 1 or not (fixed or self.budget.given):
             raise InputError("give one budget", _BUDGETS)
@@ -130,6 +129,11 @@ class Request:
     @cached_property
     def workers(self) -> Chosen:
         return executors.parse(self.executor, self.store, {"--sequential": self.sequential, "--tune": self.tune})
+
+    @property
+    def passes_on(self) -> str:
+        """The device of passes: with an executor it is not the one that `auto` would find."""
+        return placement.for_executor(self.device, self.workers.in_process)
 
     @cached_property
     def target(self) -> Target:
