@@ -106,7 +106,7 @@ class TestStatistics:
         for name in (weight.name for weight in experts_of(mixture)):
             if name in (NEVER.format("gate_up_proj"), NEVER.format("down_proj")) and mixture.config.model_type == "gpt_oss":
                 continue
-            ours = measured.of(name)
+            ours = measured.of(name, alone=True)
             assert ours.input and ours.input.moment is not None
             assert ours.sensitivity is not None and ours.gradient_square is not None and ours.fisher is not None
             for half in (0, 1):
@@ -131,7 +131,7 @@ class TestStatistics:
         for stack, counts in measured.about["experts"].items():
             shares = [measured.of(f"{stack}.down_proj.{expert}").share for expert, count in enumerate(counts) if count]
             assert shares == [count / tokens for count in counts if count] and sum(shares) == pytest.approx(2)
-        known = measured.of(CHOSEN.format("down_proj"))
+        known = measured.of(CHOSEN.format("down_proj"), alone=True)
         error = torch.randn(known.gradient_square.shape[1], known.input.cols, generator=torch.Generator().manual_seed(0))
         x, g, _ = joined(
             list(direct(mixture, [row for half in (windows[0::2], windows[1::2]) for row in half])), CHOSEN.format("down_proj")
@@ -165,19 +165,19 @@ class TestNeverChosen:
     def source(folders: dict[str, Path]) -> Model:
         return model.open(folders["gpt_oss"])
 
-    def test_an_expert_without_tokens_is_rounded_and_that_is_said(self, source: Model, windows: list[list[int]], tmp_path: Path) -> None:
+    def test_an_expert_without_tokens_borrows_and_that_is_said(self, source: Model, windows: list[list[int]], tmp_path: Path) -> None:
         statistics = calibration.collect(source, samples_of(windows[:2]), tmp_path / "stats")
-        assert statistics.of(NEVER.format("down_proj")).input is None and statistics.of(CHOSEN.format("down_proj")).input is not None
+        assert statistics.of(NEVER.format("down_proj"), alone=True).input is None
+        assert statistics.of(NEVER.format("down_proj")).borrowed == 1 and statistics.of(CHOSEN.format("down_proj")).borrowed < 1
         for method in ("gptq", "auto"):
             plan = planning.uniform(source.weights, targets.get("fewbits"), formats.get("int4_g32"), method=method)
             made = {weight.name: outcome for weight, outcome in outcomes.independent(source, plan, statistics, silent)}
             unseen = made[NEVER.format("gate_up_proj")]
-            assert unseen.method == "rtn" and "saw none" in unseen.notes[0]
-            assert not made[CHOSEN.format("gate_up_proj")].notes
+            assert unseen.method == "gptq" and "those of all experts" in unseen.notes[0]
 
     def test_tokens_in_one_half_alone_are_enough(self, source: Model, windows: list[list[int]], tmp_path: Path) -> None:
         statistics = calibration.collect(source, samples_of(windows[:1]), tmp_path / "stats")
-        seen = statistics.of(CHOSEN.format("down_proj")).input
+        seen = statistics.of(CHOSEN.format("down_proj"), alone=True).input
         assert seen is not None and seen.tokens(0) and not seen.tokens(1)
         plan = planning.uniform(source.weights, targets.get("fewbits"), formats.get("int4_g32"), method="gptq")
         made = {weight.name: outcome for weight, outcome in outcomes.independent(source, plan, statistics, silent)}
@@ -185,12 +185,12 @@ class TestNeverChosen:
 
     def test_runs_that_chose_other_experts_merge(self, source: Model, windows: list[list[int]], tmp_path: Path) -> None:
         parts = [calibration.collect(source, samples_of([row]), tmp_path / str(i)) for i, row in enumerate([windows[0][:3], windows[1]])]
-        reached = [{name for name in part.names if part.of(name).input} for part in parts]
+        reached = [{name for name in part.names if part.of(name, alone=True).input} for part in parts]
         assert reached[0] != reached[1]
         merged = folder.merge([part.folder for part in parts], tmp_path / "merged")
         name = CHOSEN.format("down_proj")
         assert merged.input(name).tokens() == sum(part.input(name).tokens() for part in parts)
-        assert merged.of(NEVER.format("down_proj")).input is None
+        assert merged.of(NEVER.format("down_proj"), alone=True).input is None and merged.of(NEVER.format("down_proj")).borrowed == 1
 
 
 def test_an_expert_that_no_token_chose_does_no_harm(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_an_expert_that_no_token_chose_does_no_harm(tmp_path: Path) -> None:
         shutil.copyfile(embedded.MODEL / name, tmp_path / "mixtral" / name)
     source = model.open(tmp_path / "mixtral")
     statistics = calibration.collect(source, calibration.draw(source, (), 4, 32, 0), tmp_path / "stats")
-    reached = {weight.name: statistics.of(weight.name).input is not None for weight in source.weights}
+    reached = {weight.name: statistics.of(weight.name, alone=True).input is not None for weight in source.weights}
     never = [weight for weight in source.weights if weight.expert is not None and not reached[weight.name]]
     assert len(never) == 4  # all inputs of the first router are zero, all its logits equal: the same two experts for every token
     wanted = [formats.get(name) for name in ("int4_g32", "int8_g32")]

@@ -251,6 +251,6 @@ def test_batches_hold_one_half_and_one_length() -> None:
 def test_only_a_block_is_in_memory(embedded_model: Model, windows: list[list[int]], tmp_path: Path) -> None:
     blocks = Blocks(embedded_model)
     collector = Collector(blocks, windows, Room(tmp_path, 0), Cache(tmp_path / "cache"), hessians=False, gradients=False)
-    for index, _ in collector.forward(lambda items, *_: iter(items)):
+    for index, _, _ in collector.forward(lambda items, *_: iter(items)):
         done = [w for i in range(min(index + 1, len(blocks))) for w in blocks.weights(i)]
         assert not any(blocks.submodule(w.name).weight.numel() for w in done)

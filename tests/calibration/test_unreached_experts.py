@@ -1,4 +1,4 @@
-"""Experts that no token of the calibration text was given to: rounded without it, and named wherever the result is told."""
+"""Experts that no token of the calibration text was given to: rounded for what their layer reads, and named wherever it is told."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mixtures import CHOSEN, NEVER, save_all
 from fewbits.artifact import Artifact
 
 UNREACHED = [NEVER.format(name) for name in ("gate_up_proj", "down_proj")]
-SAID = "calibration saw none of its inputs"
+SAID = "most of its statistics are those of all experts of its layer"
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +40,21 @@ def test_they_are_named_on_the_terminal_in_json_and_on_the_page(
     code, _, err = run(*words)
     assert code == 0
     told = next(line for line in err.replace("\n  ", " ").splitlines() if SAID in line)
-    assert told.startswith("note: 2 weights (") and all(name in told for name in UNREACHED)
+    assert told.startswith("note: ") and UNREACHED[0] in told
 
     code, out_json, _ = run(*words, "--json")
     result = json.loads(out_json)
     (note,) = (text for text in result["notes"] if SAID in text)
-    assert code == 0 and sorted(result["notes"][note]) == sorted(UNREACHED)
+    assert code == 0 and set(result["notes"][note]) >= set(UNREACHED)
     assert all(note in result["outcomes"][name]["notes"] for name in UNREACHED)
     assert result["verdict"]["passed"] and all(map(math.isfinite, numbers(result["verdict"])))
 
     work = tmp_path / "out.fewbits.work"
     assert json.loads((work / "results.json").read_text())["notes"] == result["notes"]
     page = (work / "report.html").read_text()
-    assert f"2 of {len(result['plan']['weights'])} weights: {note}" in page and all(name in page for name in UNREACHED)
+    few = len(result["notes"][note])
+    assert f"{few} of {len(result['plan']['weights'])} weights: {note}" in page and all(name in page for name in UNREACHED)
 
     made = Artifact(out)
-    methods = {weight.name: made.outcomes[weight.name]["method"] for weight in made.weights}
-    assert {methods[name] for name in UNREACHED} == {"rtn"} and "notes" not in made.outcomes[CHOSEN.format("down_proj")]
+    assert CHOSEN.format("down_proj") not in result["notes"][note]
     made.check()  # which decodes every weight, and none to a number that is none

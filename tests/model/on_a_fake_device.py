@@ -103,7 +103,7 @@ class TestEverythingIsWhereItShouldBe:
         held = Held()
         collector = Collector(made_fake(blocks), SAMPLES, Room(tmp_path, 1 << 30), held, hessians=True, gradients=True)  # type: ignore[arg-type]
         assert all(parameter.device == card for parameter in blocks._parameters.values())
-        results = [result for _, result in (*collector.forward(silent), *collector.backward(silent))]
+        results = [result for _, _, result in (*collector.forward(silent), *collector.backward(silent))]
         collector.at_entry()
         assert len(results) == 2 * (len(blocks) + 1)
         assert {tensor.device.type for result in held.kept.values() for tensor in result.tensors.values()} == {"cpu"}

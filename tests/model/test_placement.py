@@ -61,7 +61,7 @@ class TestOutOfMemory:
         collector = Collector(Blocks(source), SAMPLES, Room(folder, 1 << 30), Cache(folder / "cache"), hessians=True, gradients=True)
         found: dict[str, Tensor] = {}
         for way in (collector.forward, collector.backward):
-            for block, result in way(progress):
+            for block, _, result in way(progress):
                 found |= {f"{way.__name__} {block} {name}": tensor.clone() for name, tensor in result.tensors.items()}
         return found
 

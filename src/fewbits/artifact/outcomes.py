@@ -36,6 +36,8 @@ class StatisticsSource(Protocol):
 
 
 _UNSEEN = "calibration saw none of its inputs: rounded without them"  # an expert that was never chosen, a grouped convolution
+_FEW = "calibration gave it few tokens, or none: most of its statistics are those of all experts of its layer"
+_MOSTLY = 0.5  # of its tokens are borrowed, or more
 UNIT = "fewbits.artifact.units:weight"  # the function that a worker calls
 Stream = Iterator[tuple["Weight", "Outcome"]]
 Inputs = Mapping[str, "InputStatistics"]  # by weight
@@ -176,12 +178,14 @@ def quantized(
 
     fmt, w = formats.get(format), model.load(weight)
     known, seen = statistics.of(weight.name) if statistics else None, inputs().get(weight.name)
-    if known is not None and seen is not None and seen.tokens():
+    if known is not None and seen is not None and seen.tokens() and known.borrowed < _MOSTLY:
         known = replace(known, input=seen)
     chooser = methods.get(method)
     if statistics and chooser.needs_statistics and not fmt.is_cast and not (known and known.has_importance):
         return replace(methods.get("rtn").quantize(w, fmt), notes=(_UNSEEN,))
     outcome = chooser.quantize(w, fmt, known)
+    if known is not None and known.borrowed >= _MOSTLY and not fmt.is_cast and chooser.needs_statistics:
+        outcome = replace(outcome, notes=(*outcome.notes, _FEW))
     name = f"{weight.name}.bias"
     if fmt.is_cast or known is None or known.input is None or not known.input.count.sum() or name not in model.rest:
         return outcome

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +61,7 @@ def collect(
     from fewbits.model.blocks import Blocks
     from fewbits.store.mapped import Room
 
-    blocks = Blocks(source, memory).expect_chain()
-    weights: dict[str, dict[str, object]] = {}
-    experts: dict[str, list[int]] = {}
+    blocks, listing = Blocks(source, memory).expect_chain(), _Listing()
     output: dict[str, Any] = {}
     with Staged(out, marker=ABOUT) as folder, ExitStack() as stack:
         folder.mkdir()
@@ -71,37 +70,60 @@ def collect(
         collector = Collector(blocks, samples.ids, Room(Path(scratch), memory), store, hessians=hessians, gradients=gradients)
         if known := collector.blocks_in_cache():
             say(progress, f"resuming: statistics of {known} of {len(blocks)} blocks were there")
-        for block, result in collector.forward(progress):
-            result.link(folder / file_name("input", block))
-            experts |= result.values["experts"]
-            weights |= {reader: {"block": block, "site": site} for site, readers in result.values["readers"].items() for reader in readers}
+        for block, part, result in collector.forward(progress):
+            result.link(folder / file_name("input", block, part))
+            listing.add(block, part, result.values)
         lookups: dict[str, dict[str, Any]] = {f"{name}:lookup": {"usage": usage} for name, usage in collector.entry.usage.items()}
         if gradients:
-            for block, result in collector.backward(progress):
+            moved: set[str] = set()
+            for block, part, result in collector.backward(progress):
                 if block < len(blocks):
-                    result.link(folder / file_name("gradient", block))
-                    moved = {key.rpartition(":")[0] for key in result.tensors}
-                    weights |= {name: {"block": block, "site": None} for name in set(weights) - moved if weights[name]["block"] == block}
+                    result.link(folder / file_name("gradient", block, part))
+                    moved |= {key.rpartition(":")[0] for key in result.tensors}
                 else:
                     output = result.tensors
+            listing.drop_unmoved(len(blocks), moved)
             looked_up, multiplied = collector.at_entry()
             output |= packed({name: gradients.finished() for name, gradients in multiplied.items()})
             for name, gradient in looked_up.items():
                 lookups[f"{name}:lookup"] |= {"fisher_square": gradient.fisher_square, "fisher": gradient.finished()["fisher"]}
         save(folder, "gradient", len(blocks), output | packed(lookups))
-        for weight in source.weights:  # embeddings, what no text reaches, and convolutions in groups: each group has another input
-            weights.setdefault(weight.name, {"block": len(blocks), "site": None})
         about = {
             "schema": SCHEMA,
             "model": source.path.name,
             "model_sha256": source.fingerprint,
             "options": {"hessians": hessians, "gradients": gradients},
             "runs": [{"data_sha256": samples.digest, "samples": len(samples.ids), "tokens": samples.tokens, "seed": samples.seed}],
-            "experts": experts,
-            "weights": weights,
+            **listing.finished(source, len(blocks)),
         }
         (folder / ABOUT).write_text(json.dumps(about, indent=1))
     return Statistics(out)
+
+
+@dataclass
+class _Listing:
+    """Where the statistics of each weight are, as statistics.json says it."""
+
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    experts: dict[str, list[int]] = field(default_factory=dict)  # by module: how many tokens each was given
+    borrowed: dict[str, int] = field(default_factory=dict)  # by stack: tokens that each of its experts borrows
+
+    def add(self, block: int, part: str, values: Mapping[str, Any]) -> None:
+        self.experts |= values.get("experts", {})
+        self.borrowed |= values.get("borrowed", {})
+        place = {"block": block} | ({"part": part} if part else {})
+        sites: dict[str, list[str]] = values.get("readers", {})
+        self.weights |= {reader: place | {"site": site} for site, readers in sites.items() for reader in readers}
+
+    def drop_unmoved(self, outside: int, moved: set[str]) -> None:
+        """Weights in blocks whose outputs moved nothing: what they read says nothing of what they are worth."""
+        unmoved = {name for name, place in self.weights.items() if place["block"] != outside} - moved
+        self.weights |= {name: self.weights[name] | {"site": None} for name in unmoved}
+
+    def finished(self, source: Model, outside: int) -> dict[str, Any]:
+        for weight in source.weights:  # embeddings, what no text reaches, and convolutions in groups: each group has another input
+            self.weights.setdefault(weight.name, {"block": outside, "site": None})
+        return {"experts": self.experts, "borrowed": self.borrowed, "weights": self.weights}
 
 
 def listed(paths: Paths) -> Sequence[str | Path]:

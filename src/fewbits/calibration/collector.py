@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fewbits.calibration import folder
+from fewbits.calibration import folder, pooled
 from fewbits.calibration.entry import Entry
+from fewbits.calibration.passes import passes
 from fewbits.calibration.recorders import (
     AnotherCacheError,
     GradientRecorder,
@@ -39,13 +40,15 @@ from fewbits.store.heap import return_free_memory
 if TYPE_CHECKING:
     from fewbits.calibration.statistics import InputStatistics
     from fewbits.model.blocks import Blocks
+    from fewbits.model.weights import Weight
     from fewbits.progress import Progress
     from fewbits.store.cache import Cache, Result
     from fewbits.store.mapped import Room
 
     Sites = dict[str, tuple[InputStatistics, list[str]]]  # by name: what was read there, and by which weights
+    Part = tuple[int, str, Result]  # block, which part of its statistics, and what is in it
 
-STEPS = ("input", "hidden", "gradient", "back")  # of the cache
+STEPS = ("input", "hidden", "gradient", "back", "experts")  # of the cache
 _SEED = 0  # of the labels
 _FIELDS = 3  # raised when statistics get a new field or another meaning: results of before do not serve any more
 
@@ -75,28 +78,62 @@ class Collector:
     def blocks_in_cache(self) -> int:
         """Of how many blocks all statistics are in the cache."""
         kinds = ("input", "gradient") if self.gradients else ("input",)
-        return sum(all(self._cache.has(kind, block=block) for kind in kinds) for block in range(len(self.blocks)))
+        return sum(all(self._cache.has(kind, **self._keys(block)[0][2]) for kind in kinds) for block in range(len(self.blocks)))
 
-    def forward(self, progress: Progress[int]) -> Iterator[tuple[int, Result]]:
-        """(block, its inputs: values `readers` by site and `experts`), first to last; then the output matrix as block len(blocks)."""
+    def forward(self, progress: Progress[int]) -> Iterator[Part]:
+        """The inputs (values `readers` by site and `experts`) of each block, first to last; then of the output matrix as block
+        len(blocks)."""
         count = len(self.blocks)
         for index in progress(range(count), count, "statistics, forward"):
-            yield index, self._cache.find("input", block=index) or self._walk.until_it_fits(partial(self._forward, index), progress)
+            yield from self._parts("input", index, progress)
             if not self.gradients:
                 self._cache.drop("hidden", block=index)
             return_free_memory()
         outer = finished(self.entry.inputs)
-        yield count, self._cache.find("input", block=count) or self._keep_inputs(count, outer | self._output_sites(), {}, {})
+        output = self._cache.find("input", block=count) or self._keep_inputs({"block": count}, outer | self._output_sites(), {}, {})
+        yield count, "", output
 
-    def backward(self, progress: Progress[int]) -> Iterator[tuple[int, Result]]:
-        """(block, the gradients of its weights), last to first; the output matrix as number len(blocks)."""
+    def backward(self, progress: Progress[int]) -> Iterator[Part]:
+        """The gradients of the weights of each block, last to first; before them those of the output matrix."""
         count = len(self.blocks)
-        yield count, self._cache.find("gradient", block=count) or self._from_labels(progress)
+        yield count, "", self._cache.find("gradient", block=count) or self._from_labels(progress)
         for index in progress(reversed(range(count)), count, "statistics, backward"):
-            yield index, self._cache.find("gradient", block=index) or self._walk.until_it_fits(partial(self._backward, index), progress)
+            yield from self._parts("gradient", index, progress)
             self._cache.drop("back", block=index + 1)
             self._cache.drop("hidden", block=index + 1)
             return_free_memory()
+
+    def _keys(self, index: int) -> list[tuple[str, list[Weight], dict[str, Any]]]:
+        """Of each pass through this block: the part of the statistics that it makes, its weights, and the key of its result."""
+        groups = passes(self.blocks.weights(index), self._walk.room_for_sums)
+        if len(groups) == 1:
+            return [("", groups[0], {"block": index})]
+        keys = [{"block": index, "weights": hash_of([weight.name for weight in group])} for group in groups]
+        return [(str(number or ""), group, key) for number, (group, key) in enumerate(zip(groups, keys, strict=True))]
+
+    def _parts(self, kind: str, index: int, progress: Progress[int]) -> Iterator[Part]:
+        """What the passes through one block recorded, and what its experts have in common."""
+        make = self._forward if kind == "input" else self._backward
+        keys = self._keys(index)
+        found = [self._find(kind, part, key) for part, _, key in keys]
+        known = [result for result in found if result is not None]
+        results = known if len(known) == len(keys) else self._walk.until_it_fits(partial(make, index), progress)
+        yield from ((index, part, result) for (part, _, _), result in zip(keys, results, strict=True))
+        stacks = pooled.stacks_of(self.blocks.weights(index))
+        if stacks:
+            pool = self._cache.find("experts", block=index, kind=kind)
+            if pool is None:
+                values, tensors = pooled.of(results, stacks)
+                pool = self._cache.keep("experts", values, tensors, block=index, kind=kind)
+            yield index, pooled.PART, pool
+
+    def _find(self, kind: str, part: str, key: dict[str, Any]) -> Result | None:
+        return self._cache.find("experts", **key, kind=kind) if part else self._cache.find(kind, **key)
+
+    def _keep(self, kind: str, part: str, key: dict[str, Any], values: dict[str, Any], tensors: dict[str, Tensor]) -> Result:
+        if part:  # counted apart: progress goes by blocks
+            return self._cache.keep("experts", values, tensors, **key, kind=kind)
+        return self._cache.keep(kind, values, tensors, **key)
 
     def at_entry(self) -> tuple[dict[str, Gradients], dict[str, Gradients]]:
         """The gradients of what was looked up and of what was multiplied before the first block, after the backward pass."""
@@ -130,49 +167,60 @@ class Collector:
         assert result is not None, "it was just computed"
         return result.tensors["state"]
 
-    def _forward(self, index: int) -> Result:
+    def _forward(self, index: int) -> list[Result]:
         try:
             return self._recorded(index, KvRecorder())
         except AnotherCacheError:  # in its first batch: this block is no attention alone, and runs without a cache
             return self._recorded(index, None)
 
-    def _recorded(self, index: int, kv: KvRecorder | None) -> Result:
+    def _recorded(self, index: int, kv: KvRecorder | None) -> list[Result]:
         hidden = self._hidden(index)
-        recorder = InputRecorder(watched(self.blocks, self.blocks.weights(index)), self.hessians, self._walk.sums())
-        experts = dict[str, Tensor]()
-        with (
-            self._walk.block(index) as block,
-            recorder.attached(),
-            counting_experts(block.module, self.blocks.prefix(index), experts),
-        ):
-            block.run(hidden, self._output, recorder.next_batch, kv)
-        self._cache.keep("hidden", {}, {"state": self._output[:, : self.blocks.layout.changing]}, block=index + 1)
-        return self._keep_inputs(index, finished(recorder), kv.ranges if kv else {}, experts)
+        results: list[Result] = []
+        with self._walk.block(index) as block:
+            for part, weights, key in self._keys(index):
+                recorder = InputRecorder(watched(self.blocks, weights), self.hessians, self._walk.sums())
+                if part:  # what the block gives is known by then, and products with other experts are left out
+                    with recorder.attached(), self.blocks.experts_alone(weights):
+                        block.run(hidden, None, recorder.next_batch)
+                    results.append(self._keep_inputs(key, finished(recorder), {}, {}, part))
+                    continue
+                experts = dict[str, Tensor]()
+                with recorder.attached(), counting_experts(block.module, self.blocks.prefix(index), experts):
+                    block.run(hidden, self._output, recorder.next_batch, kv)
+                self._cache.keep("hidden", {}, {"state": self._output[:, : self.blocks.layout.changing]}, block=index + 1)
+                results.append(self._keep_inputs(key, finished(recorder), kv.ranges if kv else {}, experts))
+        return results
 
-    def _keep_inputs(self, block: int, sites: Sites, kv: dict[str, Tensor], experts: dict[str, Tensor]) -> Result:
-        tensors = folder.packed({name: folder.input_fields(statistics) for name, (statistics, _) in sites.items()} | {"kv": kv})
+    def _keep_inputs(self, key: dict[str, Any], sites: Sites, kv: dict[str, Tensor], experts: dict[str, Tensor], part: str = "") -> Result:
+        tensors = folder.packed({name: folder.input_fields(statistics) for name, (statistics, _) in sites.items()})
+        tensors |= {f"kv:{field}": tensor.contiguous() for field, tensor in kv.items()}
         readers = {name: readers for name, (_, readers) in sites.items()}
         counts = {name: tokens.tolist() for name, tokens in experts.items()}
-        return self._cache.keep("input", {"readers": readers, "experts": counts}, tensors, block=block)
+        return self._keep("input", part, key, {"readers": readers, "experts": counts}, tensors)
 
-    def _backward(self, index: int) -> Result:
+    def _backward(self, index: int) -> list[Result]:
         hidden, gradient = self._hidden(index), self._back(index + 1)
-        weights = self.blocks.weights(index)
-        recorder = GradientRecorder(watched(self.blocks, weights), weights, self.hessians, self._walk.sums())
-        with self._walk.block(index) as block, recorder.attached(), torch.enable_grad():
-            for batch in self._walk.batches:
-                recorder.next_batch(batch)
-                x = batch.view(hidden).detach().requires_grad_()
-                (back,) = torch.autograd.grad(out := block.call(batch, x), x, batch.view(gradient).to(out.device))
-                batch.view(self._output).copy_(back)
-        for name in recorder.unmoved:  # it chooses (the best k of something), and a choice has no gradient: nothing is known about it
-            recorder.gradients.pop(name, None)
-        return self._keep_gradients(index, recorder)
+        results: list[Result] = []
+        with self._walk.block(index) as block:
+            for part, weights, key in self._keys(index):
+                recorder = GradientRecorder(watched(self.blocks, weights), weights, self.hessians, self._walk.sums())
+                with recorder.attached(), torch.enable_grad():
+                    for batch in self._walk.batches:
+                        recorder.next_batch(batch)
+                        x = batch.view(hidden).detach().requires_grad_()
+                        (back,) = torch.autograd.grad(out := block.call(batch, x), x, batch.view(gradient).to(out.device))
+                        if not part:
+                            batch.view(self._output).copy_(back)
+                for name in recorder.unmoved:  # it chooses (the best k of something), and a choice has no gradient: nothing is known
+                    recorder.gradients.pop(name, None)
+                if not part:
+                    self._cache.keep("back", {}, {"state": self._output}, block=index)
+                results.append(self._keep_gradients(key, recorder, part))
+        return results
 
-    def _keep_gradients(self, block: int, recorder: GradientRecorder) -> Result:
-        self._cache.keep("back", {}, {"state": self._output}, block=block)
+    def _keep_gradients(self, key: dict[str, Any], recorder: GradientRecorder, part: str = "") -> Result:
         fields = {name: gradients.finished() for name, gradients in recorder.gradients.items()}
-        return self._cache.keep("gradient", {}, folder.packed(fields), block=block)
+        return self._keep("gradient", part, key, {}, folder.packed(fields))
 
     @torch.no_grad()
     def _output_sites(self) -> Sites:
@@ -207,7 +255,8 @@ class Collector:
                     logits = self.blocks.leave(x)
                     (back,) = torch.autograd.grad(logits, x, loss_gradient(logits.detach(), generator))
                     sample.view(self._output).copy_(back)
-        return self._keep_gradients(len(self.blocks), recorder)
+        self._cache.keep("back", {}, {"state": self._output}, block=len(self.blocks))
+        return self._keep_gradients({"block": len(self.blocks)}, recorder)
 
     def _output_modules(self) -> dict[str, nn.Module]:
         """Outer matrices that multiply after the blocks: a separate output matrix, or the second role of a tied embedding."""

@@ -3,6 +3,8 @@
     statistics.json                 schema, hashes of model and data, samples, options, counts of experts, block and site of each weight
     input-00003.safetensors         `SITE:FIELD` of block 3: moments, ranges, histogram; a symmetric matrix as its upper triangle
     gradient-00003.safetensors      `WEIGHT:FIELD` of block 3
+    input-00003-1.safetensors       of block 3, the experts that were recorded in a second pass
+    input-00003-pooled.safetensors  `STACK:FIELD`: sums over all experts of a layer, from which those that saw little borrow
 
 A site is an input that one or more weights read, named after the first of them. The output matrix and the embeddings are in a block after
 the last one. The folders of two runs over the same model can be added (`merge`).
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fewbits.calibration import checks
+from fewbits.calibration import checks, pooled
 from fewbits.calibration.histogram import Histogram
 from fewbits.calibration.statistics import InputStatistics, Lookup, Moment, WeightStatistics
 from fewbits.calibration.triangles import Triangles, pack
@@ -39,6 +41,7 @@ _HINT = "make it anew with `fewbits calibrate`"
 _SUMS = {"count", "total", "square", "moment", "sensitivity", "gradient_square", "fisher_square", "fisher", "outputs", "usage"}
 _SYMMETRIC = {"moment", "fisher"}
 _SUMS_HELD = 1 << 30  # bytes of sums in memory while runs are merged; those of a large mixture go to mapped files
+_UNREACHED = 0.5  # tokens that an expert counts for that was given none: the next text may have some
 WHOLE_COLUMNS = 2048  # columns up to which triangles are unpacked when read: everything is then faster, for 67 MB a weight
 
 
@@ -55,6 +58,7 @@ class Statistics:
             self._weights: dict[str, dict[str, Any]] = {str(name): _place(row) for name, row in self.about["weights"].items()}
             self.about["runs"] = [_run(run) for run in self.about["runs"]]
             self.about["experts"] = {str(name): [int(n) for n in counts] for name, counts in self.about.get("experts", {}).items()}
+            self._borrowed = {str(stack): int(tokens) for stack, tokens in self.about.get("borrowed", {}).items()}
             self.about["model_sha256"] = str(self.about.get("model_sha256", ""))  # empty: matches no model
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as failure:
             raise InputError(f"`{folder / ABOUT}` is damaged: {failure!r}", _HINT) from failure
@@ -80,21 +84,35 @@ class Statistics:
             digest.update(f"{path.name} {sha256_of(path)}\n".encode())
         return digest.hexdigest()
 
-    def of(self, weight: str) -> WeightStatistics:
+    def of(self, weight: str, alone: bool = False) -> WeightStatistics:
+        """An expert's with what it borrows from its layer (`pooled`), or its own `alone`."""
         place = self._weights.get(weight)
         if place is None:
             raise InputError(f"`{self.folder}` has no statistics of `{weight}`", "were they taken of another model?")
-        seen = None if place["site"] is None else self.input(weight)
-        if seen is not None and not seen.tokens():
-            return WeightStatistics(None)  # an expert that no token was given to
-        gradient = self._fields("gradient", place["block"], weight)
-        lookup = self._fields("gradient", place["block"], f"{weight}:lookup")
+        block, part = place["block"], place["part"]
+        inputs = {} if place["site"] is None else self._input_fields(weight)
+        seen = input_of(dict(inputs)) if inputs else None
+        gradient = self._fields("gradient", block, weight, part)
+        lookup = self._fields("gradient", block, f"{weight}:lookup")
         for fields in (gradient, lookup):
             checks.check("gradient", fields, weight, self._shapes.get(weight))
         if lookup and "usage" not in lookup:
             raise InputError(f"the statistics of `{weight}` do not say how often each row was looked up", _HINT)
         if seen is not None and "fisher_square" in gradient and gradient["fisher_square"].shape[1] != seen.cols:
             raise InputError(f"the statistics of `{weight}` are of two different widths", _HINT)
+        tokens, lent = seen.tokens() if seen else 0, 0
+        stack = weight.rpartition(".")[0]
+        if seen is not None and not alone and (lent := self._borrowed.get(stack, 0)):
+            pools = [self._fields(kind, block, stack, pooled.PART) for kind in ("input", "gradient")]
+            if not pools[0]:
+                raise InputError(f"`{self.folder / file_name('input', block, pooled.PART)}` lacks `{stack}`", _HINT)
+            for kind, fields in zip(("input", "gradient"), pools, strict=True):
+                checks.check(kind, fields, stack, self._shapes.get(weight))
+            seen = input_of(pooled.lent(inputs, pools[0], lent, pools[0]["count"]))
+            gradient = pooled.lent(gradient, pools[1], lent, pools[0]["count"])
+        if seen is not None and not seen.tokens():
+            return WeightStatistics(None)  # an expert that no token was given to, in a layer that has nothing to lend
+        counted = max(tokens, _UNREACHED) if lent else tokens
         return WeightStatistics(
             input=seen,
             sensitivity=gradient.get("sensitivity"),
@@ -103,7 +121,8 @@ class Statistics:
             fisher=gradient.get("fisher"),
             outputs=gradient.get("outputs"),
             lookup=Lookup(lookup["usage"], lookup.get("fisher_square"), lookup.get("fisher")) if lookup else None,
-            share=1.0 if seen is None else min(1.0, seen.tokens() / max(1, self._tokens)),
+            share=1.0 if seen is None else min(1.0, counted / max(1, self._tokens)),
+            borrowed=lent / (tokens + lent) if lent else 0.0,
         )
 
     @property
@@ -111,10 +130,14 @@ class Statistics:
         return sum(int(run.get("tokens", 0)) for run in self.about["runs"])
 
     def input(self, weight: str) -> InputStatistics:
+        """Of what the weight read itself: nothing is borrowed."""
+        return input_of(self._input_fields(weight))
+
+    def _input_fields(self, weight: str) -> dict[str, Any]:
         place = self._weights[weight]
-        fields = self._fields("input", place["block"], place["site"])
+        fields = self._fields("input", place["block"], place["site"], place["part"])
         checks.check("input", fields, place["site"], self._shapes.get(weight))
-        return input_of(fields)
+        return fields
 
     def site(self, weight: str) -> str | None:
         """The site whose input this weight reads; None: an embedding."""
@@ -124,8 +147,8 @@ class Statistics:
     def kv(self, block: int) -> dict[str, Tensor]:
         return self._fields("input", block, "kv")
 
-    def _fields(self, kind: str, block: int, name: str) -> dict[str, Any]:
-        path = self.folder / file_name(kind, block)
+    def _fields(self, kind: str, block: int, name: str, part: str = "") -> dict[str, Any]:
+        path = self.folder / file_name(kind, block, part)
         if not path.is_file():
             return {}
         try:
@@ -137,11 +160,11 @@ class Statistics:
 
 
 def _place(place: Any) -> dict[str, Any]:
-    """Block and site of a weight, checked."""
-    block, site = place["block"], place["site"]
-    if not (isinstance(block, int) and 0 <= block < 100_000 and isinstance(site, str | None)):
+    """Block, part and site of a weight, checked."""
+    block, site, part = place["block"], place["site"], place.get("part", "")
+    if not (isinstance(block, int) and 0 <= block < 100_000 and isinstance(site, str | None) and (part == "" or str(part).isdigit())):
         raise ValueError(f"a weight's statistics are in block {block!r} at {site!r}")
-    return dict(place)
+    return dict(place) | {"part": part}
 
 
 def _run(run: Any) -> dict[str, Any]:
@@ -149,8 +172,15 @@ def _run(run: Any) -> dict[str, Any]:
     return dict(run) | counted | {"data_sha256": str(run["data_sha256"])}
 
 
-def file_name(kind: str, block: int) -> str:
-    return f"{kind}-{block:05}.safetensors"
+def file_name(kind: str, block: int, part: str = "") -> str:
+    return f"{kind}-{block:05}{f'-{part}' if part else ''}.safetensors"
+
+
+def files_of(folder: Path, block: int) -> list[Path]:
+    """All that hold statistics of this block."""
+    return [
+        path for kind in ("gradient", "input") for path in sorted(folder.glob(f"{kind}-{block:05}[-.]*")) if path.suffix == ".safetensors"
+    ]
 
 
 def save(folder: Path, kind: str, block: int, tensors: Mapping[str, Tensor]) -> None:
@@ -199,7 +229,8 @@ def merge(folders: list[Path], out: Path) -> Statistics:
         experts = {
             name: [sum(c) for c in zip(*(part.about["experts"][name] for part in parts), strict=True)] for name in first.about["experts"]
         }
-        (folder / ABOUT).write_text(json.dumps(first.about | {"runs": runs, "experts": experts}, indent=1))
+        borrowed = {stack: max(part._borrowed.get(stack, 0) for part in parts) for stack in first._borrowed}
+        (folder / ABOUT).write_text(json.dumps(first.about | {"runs": runs, "experts": experts, "borrowed": borrowed}, indent=1))
     return Statistics(out)
 
 

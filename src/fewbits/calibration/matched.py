@@ -52,11 +52,11 @@ class MatchedStatistics(Statistics):
     def digest(self) -> str:
         return hash_of([self._original.digest, self._model.fingerprint])
 
-    def of(self, weight: str) -> WeightStatistics:
+    def of(self, weight: str, alone: bool = False) -> WeightStatistics:
         match = self._model.matches.get(weight)
         if match is None:
             return WeightStatistics(None)
-        parts = [self._original.of(name) for name in match.sources]
+        parts = [self._original.of(name, alone) for name in match.sources]
         if match.transposed:
             return _turned(parts, match)
         known = _in_columns(_joined(parts, match), match)
@@ -101,6 +101,7 @@ def _joined(parts: list[WeightStatistics], match: Match) -> WeightStatistics:
         fisher=_average([part.fisher for part in parts], counts),
         outputs=output_moments.rearranged([part.outputs for part in parts], source, rows),
         share=parts[0].share,
+        borrowed=parts[0].borrowed,
     )
 
 

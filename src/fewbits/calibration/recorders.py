@@ -210,8 +210,8 @@ class InputRecorder(_Recorder):
         return module.register_forward_pre_hook(see)
 
     def _see_product(self, product: Product) -> None:
-        site = self.sites[product.weight]
-        site.add_tokens(product.x, self._is_first(product), self._batch.half, len(self._batch.ids))
+        if site := self.sites.get(product.weight):  # else it is recorded in another pass
+            site.add_tokens(product.x, self._is_first(product), self._batch.half, len(self._batch.ids))
 
 
 @dataclass
@@ -285,7 +285,9 @@ class GradientRecorder(_Recorder):
         return module.register_forward_hook(see)
 
     def _see_product(self, product: Product) -> None:
-        is_first, half, into = self._is_first(product), self._batch.half, self.gradients[product.weight]
+        if (into := self.gradients.get(product.weight)) is None:
+            return
+        is_first, half = self._is_first(product), self._batch.half
         product.on_gradient(lambda gradient: into.add_tokens(product.x, gradient, is_first, half))
 
 

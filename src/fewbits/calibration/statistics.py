@@ -133,6 +133,7 @@ class WeightStatistics:
     outputs: Tensor | None = None  # (2, rows, size) float32: sum of g_t g_t^T / |g_t|, as `output_moments` keeps it
     lookup: Lookup | None = None  # of an embedding
     share: float = 1.0  # of the text's tokens that reach it: an expert is given only some, and costs the others nothing
+    borrowed: float = 0.0  # of its tokens, those that are its layer's: an expert that saw few has most of its statistics from there
 
     @property
     def has_importance(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import model as models
-from fewbits.calibration.folder import ABOUT, Statistics, file_name
+from fewbits.calibration.folder import ABOUT, Statistics, files_of
 from fewbits.calibration.shards import CollectOptions, collect_shard, samples_from_json
 from fewbits.errors import InputError
 from fewbits.store import remote
@@ -117,9 +117,7 @@ class SentStatistics:
         if self.crew.store is None:
             return {**self.shared, "statistics": {"folder": str(self.statistics.folder.resolve())}}
         block = self.statistics.about["weights"][weight]["block"]
-        names = (ABOUT, file_name("input", block), file_name("gradient", block))
-        there = [path for path in (self.statistics.folder / name for name in names) if path.is_file()]
-        files = {path.name: self._blob(path) for path in there}
+        files = {path.name: self._blob(path) for path in (self.statistics.folder / ABOUT, *files_of(self.statistics.folder, block))}
         return {**self.shared, "statistics": {"files": files}}
 
     def _blob(self, path: Path) -> str:

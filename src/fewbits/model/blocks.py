@@ -9,7 +9,7 @@ the model. If the experts of a block together exceed a limit, they are loaded on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fewbits.errors import InputError
 from fewbits.model import chain
-from fewbits.model.experts import ExpertsOnDemand, placeholder, with_eager_experts
+from fewbits.model.experts import ExpertsAlone, ExpertsOnDemand, placeholder, with_eager_experts
 from fewbits.model.module import empty_module
 from fewbits.model.state import Layout
 from fewbits.model.stubs import Call, Stopped, Stub, put
@@ -255,6 +255,22 @@ class Blocks:
                 yield
         finally:
             self._supplied.clear()
+
+    @contextmanager
+    def experts_alone(self, weights: Sequence[Weight]) -> Iterator[None]:
+        """While inside, a filled block multiplies with no other experts of the modules that these belong to. Experts of other modules are
+        there as always: what they give may be what these read."""
+        wanted: dict[str, set[int]] = {}
+        for weight in weights:
+            if weight.expert is not None:
+                wanted.setdefault(weight.parameter.rpartition(".")[0], set()).add(weight.expert)
+        with ExitStack() as stack:
+            for module, experts in wanted.items():
+                inside = {
+                    name: tensor for name, tensor in self._parameters.items() if name.rpartition(".")[0] == module and tensor.dim() == 3
+                }
+                stack.enter_context(ExpertsAlone(inside, experts))
+            yield
 
     def run(self, index: int, state: Tensor, call: Call, cache: Any = None) -> Tensor:
         """The state after this block. `cache`: its `update` is given the keys and values as attention will read them."""

@@ -164,6 +164,23 @@ class _Multiplied(torch.autograd.Function):
         return gradient.matmul(w if ctx.func is F.linear else w.mT), None, None, None, None
 
 
+class ExpertsAlone(TorchFunctionMode):
+    """While entered, products with experts of these parameters other than those wanted give zeros, without their matrices being read: for
+    callers who look at what the wanted ones are given, and not at what the module gives."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], wanted: set[int]) -> None:
+        super().__init__()
+        self._products, self._wanted = Products(parameters), wanted
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if (func is F.linear or func in _MATMULS) and len(args) > 1 and isinstance(args[1], Tensor):
+            x, w, matrices = args[0], args[1], self._products.matrices_in(args[1])
+            alike = w.dim() == 2 or x.dim() == 3
+            if matrices and alike and not any(expert in self._wanted for _, expert, _ in matrices):
+                return x.new_zeros(*x.shape[:-1], w.shape[-2] if func is F.linear else w.shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
 def placeholder(shape: Sequence[int]) -> Tensor:
     """Stands for a parameter of experts without its memory: the matrices overlap, each beginning one number after the last, so that
     `Products` still tells them apart. All values are NaN."""

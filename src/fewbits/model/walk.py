@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SHARE_OF_SUMS = 0.5  # of the room, for the sums of one pass through a block; hidden states take the rest
 BATCH_TOKENS = 2048  # enough rows for a matrix product to run at full speed
 
 
@@ -85,6 +87,13 @@ class Walk:
                     hidden = self.room.new((self.batches[-1].where.stop, entered.shape[-1]))
                 batch.view(hidden).copy_(entered)
         return hidden
+
+    @cached_property
+    def room_for_sums(self) -> int | None:
+        """Bytes for the sums of one pass through a block; None: no limit is known. It does not depend on the samples, so that shards of
+        them make the same passes."""
+        where = self.blocks.device
+        return int(self.room.limit * SHARE_OF_SUMS) if where.type == placement.CPU else placement.room_for_sums(where)
 
     def sums(self) -> Callable[[Sequence[int]], Tensor]:
         """What makes zero tensors for the sums of one block: on the device as long as there is room, else where hidden states are."""
