@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fewbits import embedded, preflight
+from fewbits import embedded
 from fewbits.preflight import Preflight, Step, Work
+from fewbits.preflight.steps import _MEASURED
 from fewbits.progress import Part, doing, expect, say
 from fewbits.reporting.meanwhile import steps
 from fewbits.reporting.meanwhile.log import InLog
@@ -98,7 +99,7 @@ def test_measuring_is_forecast_as_it_was_measured(columns: int, formats: int, se
     """CPU time of one weight of SmolLM2 in so many formats, where a forward pass reached 47.6 GFLOP/s."""
     work = Work(formats=19, divisors=(256,) * 8 + (32,) * 9 + (1, 1))
     assert work.formats_of(columns) == formats
-    by_columns, by_squares = preflight._MEASURED
+    by_columns, by_squares = _MEASURED
     assert 1 / 1.5 < (by_columns + by_squares * columns) * columns * formats / 47.6e9 / seconds < 1.5
 
 

@@ -89,7 +89,7 @@ def test_a_step_takes_no_more_than_was_said_and_about_as_long(told: dict[str, An
 def test_statistics_grow_with_samples_and_what_is_beyond_the_buffer_takes_no_memory(
     embedded_model: model.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fewbits.preflight._rate", lambda *_: 1e11)
+    monkeypatch.setattr("fewbits.preflight.rate_of", lambda *_: 1e11)
     out = tmp_path / "out.gguf"
     plain = Work(samples=64, length=512)
     small, large = (preflight(embedded_model, GGUF, out, work).steps[0] for work in (plain, replace(plain, samples=128)))
@@ -105,8 +105,8 @@ def test_statistics_grow_with_samples_and_what_is_beyond_the_buffer_takes_no_mem
 
 def test_memory_grows_with_the_width_of_a_model_and_not_with_its_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what llama.cpp holds, which may lay the quantized weights out anew."""
-    monkeypatch.setattr("fewbits.preflight._rate", lambda *_: 1e11)
-    monkeypatch.setattr("fewbits.preflight.SHARD_BYTES", 0)  # both models would fit into one
+    monkeypatch.setattr("fewbits.preflight.rate_of", lambda *_: 1e11)
+    monkeypatch.setattr("fewbits.preflight.steps.SHARD_BYTES", 0)  # both models would fit into one
     shapes = {"base": Shape(2, 256, 512, 2048), "deep": Shape(12, 256, 512, 2048), "wide": Shape(2, 512, 1024, 2048)}
     work = Work(samples=4, length=64, formats=3, verified=256, size="4.5bpw")
     steps = {}

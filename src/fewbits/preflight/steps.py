@@ -1,0 +1,151 @@
+"""What each step of the work takes: memory and disk as upper bounds, seconds as a forecast, `rate` operations in each.
+
+Work that is no product is counted as the operations that would take as long:
+
+    calibrating   a forward pass with second moments, then another one and its gradients: 4.9 forward passes by count, 5.5 measured
+    measuring     1.85 million cols + 1,760 cols^2 for each weight and format that its columns divide into (256, 576 and 1536 columns:
+                  9,000, 5,400 and 2,960 cols^2 on the embedded model and SmolLM2)
+    quantizing    10,000 a number by rounding; 105,000 with error feedback, beside its products
+    tuning        3.4 forward passes of a minibatch of 512 tokens for each step
+    verifying     the float model and two files in the runtime, a forward pass each
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fewbits import formats
+from fewbits.artifact import SHARD_BYTES
+from fewbits.calibration import output_moments
+from fewbits.calibration.folder import WHOLE_COLUMNS
+from fewbits.calibration.recorders import DRAWN_PER_SAMPLE
+from fewbits.formats.runtime import kv
+from fewbits.model.walk import BATCH_TOKENS
+from fewbits.preflight.sizes import DOUBLE, FLOAT, HALF, Sizes, moments_of, numbers_of
+from fewbits.preflight.work import USUAL, Pace, Step, Work
+from fewbits.sensitivity import prediction
+
+if TYPE_CHECKING:
+    from fewbits.model.weights import Weight
+
+_MARGIN = 64 << 20  # bytes of memory for Python, the allocator and threads
+_LIBRARY = 64 << 20  # bytes of memory for a runtime's library, loaded when a file is first run in it
+_HISTOGRAM = 64 << 10  # bytes of statistics for each weight beside its moments: ranges, histogram, names
+_EFFICIENCY = 0.53
+_MEASURED = (1.85e6, 1760.0)  # equivalent operations, by columns and by their square
+_ROUNDED, _FED_BACK = 10_000, 105_000
+_FEEDBACK_PASSES, _TUNED, _MINIBATCH = 6, 3.4, 512
+_LOOK = 0.1  # seconds to measure the speed
+_STARTING = 1.0  # seconds to open two sessions of a runtime, which read a vocabulary
+_DISK_RATE = 200e6  # bytes per second: a slow SSD
+
+
+def steps_of(sizes: Sizes, work: Work, rate: float, pace: Pace = USUAL) -> list[Step]:
+    """What `work` needs, in order. `rate`: operations a second in a large product; `pace`: how much longer each step takes here."""
+    wanted = [
+        (calibrating, work.samples), (measuring, work.formats), (quantizing, True), (tuning, work.tune), (verifying, work.verified),
+    ]  # fmt: skip
+    steps = [step(sizes, work, rate * _EFFICIENCY) for step, is_wanted in wanted if is_wanted]
+    return [replace(step, seconds=step.seconds * pace.of(step.name)) for step in steps]
+
+
+def calibrating(sizes: Sizes, work: Work, rate: float) -> Step:
+    changing, columns = sizes.state
+    between = (sizes.layers * changing + 2 * columns) * work.tokens * FLOAT
+    states = (2 if changing == columns else 3) * work.tokens * columns * FLOAT  # input and output of one block; the others are in files
+    batch = max(BATCH_TOKENS, work.length)
+    rows = max(sum(sum(weight.shape) for weight in block) for name, block in sizes.blocks.items() if name or len(sizes.blocks) == 1)
+    heads = kv.largest(sizes.text, "num_attention_heads") or 1
+    activations = FLOAT * batch * (2 * rows + 2 * heads * work.length)  # inputs and outputs with their gradients; scores and theirs
+    logits = 6 * FLOAT * work.length * sizes.vocabulary
+    drawn = work.samples * max(weight.shape[1] for weight in sizes.weights) * (FLOAT + HALF * DRAWN_PER_SAMPLE) * 8
+    buffered = min(work.buffer, states + sizes.moments)
+    memory = sizes.block + buffered + sizes.packed_apart + max(activations, logits) + drawn + _MARGIN
+    multiplied = sum(sizes.statistics_of(block) for block in sizes.blocks.values())
+    return Step("calibrating", memory, _statistics_bytes(sizes, work) + between, 2 * multiplied * work.tokens / rate)
+
+
+def _statistics_bytes(sizes: Sizes, work: Work) -> int:
+    """Of every weight: triangles of second moments of inputs and gradients, for two halves of the samples; sums in float64; inputs at the
+    first position and some others."""
+    total = 0
+    for weight in sizes.weights:
+        rows, cols = weight.shape
+        moments = 2 * 2 * cols * (cols + 1) // 2 * FLOAT
+        sums = 2 * DOUBLE * (rows + 4 * cols) + 4 * FLOAT * cols
+        samples = 0 if weight.kind == "embedding" and not weight.tied_to else work.samples * cols * (FLOAT + HALF * DRAWN_PER_SAMPLE)
+        looked_up = DOUBLE * rows + 2 * cols * (cols + 1) // 2 * FLOAT if weight.kind == "embedding" else 0
+        total += moments + output_moments.nbytes(weight) + sums + samples + looked_up + _HISTOGRAM
+    return total + work.samples * 64
+
+
+def measuring(sizes: Sizes, work: Work, rate: float) -> Step:
+    import torch
+
+    threads, method = torch.get_num_threads(), "auto" if work.feedback else "rtn"
+    each = sorted((FLOAT * numbers_of(w) + prediction.tried_bytes(w.shape[0]) + _opened(w) for w in sizes.weights), reverse=True)
+    hessians = sorted((prediction.held_by(weight.shape[1], method) for weight in sizes.weights), reverse=True)
+    together = min(sum(hessians[:threads]), max(hessians[0], prediction.TOGETHER))
+    multiplied = sum((_MEASURED[0] + _MEASURED[1] * w.shape[1]) * w.shape[1] * work.formats_of(w.shape[1]) for w in sizes.weights)
+    table = 256 * work.formats * len(each)
+    return Step("measuring", sum(each[:threads]) + together + _MARGIN, 2 * table, multiplied / rate)
+
+
+def quantizing(sizes: Sizes, work: Work, rate: float) -> Step:
+    held = min(sizes.packed + sizes.beside, SHARD_BYTES + FLOAT * sizes.largest)
+    hessians = [prediction.held_by(w.shape[1], "auto") + _opened(w) if work.feedback else _opened(w) for w in sizes.weights]
+    each = max(8 * FLOAT * numbers_of(weight) + hessian for weight, hessian in zip(sizes.weights, hessians, strict=True))
+    flat = sizes.numbers * (_FED_BACK if work.feedback else _ROUNDED)
+    products = _FEEDBACK_PASSES * 2 * sum(numbers_of(w) * w.shape[1] for w in sizes.weights if w.kind != "embedding" and work.feedback)
+    written = sizes.packed + sizes.beside
+    seconds = (flat + products) / rate + 3 * written / _DISK_RATE
+    disk = 2 * work.makes * written + work.makes * sizes.packed  # for every plan its cached weights, its artifact and its file
+    return Step("quantizing", held + each + _MARGIN, disk, work.makes * seconds)
+
+
+def tuning(sizes: Sizes, work: Work, rate: float) -> Step:
+    memory = 3 * sizes.block + min(work.buffer, 2 * work.tokens * sizes.state[1] * FLOAT) + _MARGIN
+    seconds = _TUNED * 2 * work.tune * max(_MINIBATCH, work.length) * sizes.multiplied / rate
+    return Step("tuning", memory, 0, work.makes * seconds)
+
+
+def verifying(sizes: Sizes, work: Work, rate: float) -> Step:
+    """The float model block by block, the quantized file, and a file in 16 bits, with which the error of the runtime itself is measured;
+    some targets write it from an artifact. llama.cpp maps its files, but may copy the quantized weights to another layout; the torch
+    runtime reads block by block; other runtimes load both files."""
+    floats = sum(formats.get(weight.dtype).nbytes(weight.shape) for weight in sizes.weights) + sizes.beside
+    logits = 8 * FLOAT * work.length * sizes.vocabulary
+    making = min(floats, 3 * FLOAT * sizes.largest if sizes.target.takes_drafts else SHARD_BYTES + 3 * FLOAT * sizes.largest)
+    states = min(work.buffer, 2 * work.verified * sizes.state[1] * FLOAT)
+    loaded = {"llama.cpp": sizes.packed, "torch": sizes.block}.get(sizes.target.runtime, sizes.packed + floats)
+    memory = loaded + max(making, sizes.block + states + logits + 2 * sizes.session) + _MARGIN + _LIBRARY
+    seconds = 3 * 2 * sizes.multiplied * work.verified / rate + 4 * floats / _DISK_RATE + _STARTING
+    return Step("verifying", memory, floats if sizes.target.takes_drafts else 2 * floats, work.makes * seconds)
+
+
+def _opened(weight: Weight) -> int:
+    """Second moments of inputs and gradients while the weight is worked on; wide ones stay mapped."""
+    return output_moments.nbytes(weight) + (2 * moments_of(weight) if weight.shape[1] <= WHOLE_COLUMNS else 0)
+
+
+def rate_of(weights: Iterable[Weight], clock: Callable[[], float]) -> float:
+    """Multiplications and additions per second in a product of the size of the largest weight. The best of a few calls: the first ones
+    start threads."""
+    import torch
+
+    inside = [weight for weight in weights if weight.kind not in ("embedding", "convolution")] or list(weights)
+    rows, cols = max((weight.shape for weight in inside), key=lambda shape: shape[0] * shape[1])
+    x, w = torch.ones(512, cols), torch.ones(cols, min(rows, 4096))
+    operations, best = 2 * x.shape[0] * w.shape[0] * w.shape[1], 0.0
+    until = time.perf_counter() + _LOOK
+    calls = 0
+    while calls < 3 or time.perf_counter() < until:
+        start, done = clock(), 0
+        while done < 1 or clock() - start < _LOOK / 10:  # long enough for a clock that ticks in milliseconds
+            x @ w
+            done += 1
+        best, calls = max(best, done * operations / (clock() - start)), calls + 1
+    return best
