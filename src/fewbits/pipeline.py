@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import artifact as artifacts
-from fewbits import sensitivity
+from fewbits import formats, sensitivity
 from fewbits.artifact import manifest, written
 from fewbits.artifact.accuracy_loop import until_accurate
 from fewbits.artifact.maker import Maker, OutputFile
@@ -26,10 +27,16 @@ from fewbits.model.gguf.model import GgufModel
 from fewbits.model.weights import TOWER
 from fewbits.planning.allocation import allocator
 from fewbits.planning.decision import predicted_kl
-from fewbits.preflight import Work, preflight
+from fewbits.preflight import Work, preflight, probe, within
+from fewbits.preflight.schedule import Schedule
+from fewbits.preflight.sizes import Sizes
+from fewbits.preflight.steps import rate_of
+from fewbits.preflight.within import Deadline, Settings
+from fewbits.preflight.work import USUAL
 from fewbits.progress import doing, expect, say, silent
 from fewbits.reporting import results
-from fewbits.reporting.meanwhile.steps import done_before
+from fewbits.reporting.meanwhile.steps import done_before, parts_of
+from fewbits.reporting.meanwhile.whole import duration
 from fewbits.reporting.results.quantized import Quantized
 from fewbits.request import Request
 from fewbits.sensitivity.curve import FROM
@@ -49,6 +56,7 @@ from fewbits.verification.streamed import REFERENCE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fewbits.formats import Format
     from fewbits.model import Model
     from fewbits.planning import Plan
     from fewbits.planning.decision import Decision
@@ -72,17 +80,20 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress[Any] = si
     request = Request(model=model, out=out, **options)
     with _opened(request, progress) as run:
         statistics = run.calibrate()
-        maker = run.maker(statistics)
+        run = run.on_time("calibrating")
         if run.plan is not None:
-            made = maker.make(run.plan, request.path)
+            made = run.maker(statistics).make(run.plan, request.path)
             return run.report(made, run.verify(made.path))
-        made, verdict, decision, rounds = run.spend(maker, run.measure(statistics))
+        table = run.measure(statistics)
+        run = run.on_time("calibrating", "measuring")
+        made, verdict, decision, rounds = run.spend(run.maker(statistics), table)
         return run.report(made, verdict, decision, rounds)
 
 
 @contextmanager
 def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
     """The model, the text and the work folder, after everything that can be refused was."""
+    began = time.monotonic()
     placement.find(request.passes_on)
     with doing(progress, f"opening {request.model}"):
         source = open_source(request.model, request.offline)
@@ -98,7 +109,13 @@ def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
     remarks = _remarks(request, source, subject, text)
     for remark in remarks:
         say(progress, remark)
-    ahead = preflight(subject, request.target, request.path, _work(request, subject, text, plan), plan)
+    schedule = None
+    if request.within is not None:
+        schedule = _scheduled(request, source, subject, text, plan, Deadline(float(request.within), began), progress)
+        request = request.spending(schedule.chosen)
+        text = _text(request, source, plan)
+    pace = schedule.pace if schedule else USUAL
+    ahead = preflight(subject, request.target, request.path, _work(request, subject, text, plan), plan, pace)
     ahead.check()
     with (
         open_cache(request.work, request.fresh, progress) as cache,
@@ -107,9 +124,36 @@ def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
         say(progress, ahead.line(done_before(cache.results(), len(subject.weights), ahead.blocks)))
         expect(progress, ahead.parts)
         try:
-            yield Run(request, source, subject, plan, text, remarks, cache, crew, progress)
+            yield Run(request, source, subject, plan, text, remarks, cache, crew, progress, schedule, ahead.blocks)
         finally:
             expect(progress, ())
+
+
+def _scheduled(
+    request: Request, source: Model, subject: Model, text: Text, plan: Plan | None, deadline: Deadline, progress: Progress[Any]
+) -> Schedule:
+    """What there is time for, by the clock of one block of this model; or what an earlier run found, which this one goes on from."""
+    work = _work(request, subject, text, plan)
+    ids = text.samples.ids if text.samples and request.statistics is None else ()
+    candidates = () if plan else tuple(pricing.worth_measuring(subject, request.target, request.budget, request.constraints))
+    full = Settings(len(ids), candidates, request.tune or 0, 0 if request.no_verify else request.tokens)
+    rate = rate_of(subject.weights, time.perf_counter)
+    schedule = Schedule(deadline, full, full, subject, request.target, plan, work, rate, USUAL)
+    if not request.fresh and (kept := schedule.kept(request.work)):
+        say(progress, "resuming: with the settings that an earlier run found time for")
+        return kept
+    if ids:
+        sizes, some = Sizes(subject, request.target, work, plan), candidates or _formats_of(plan)
+        with doing(progress, "timing one block of the model"), placement.passes_on(request.passes_on):
+            schedule = replace(schedule, pace=probe.pace(source, ids, some, request.method.lower(), sizes, rate, deadline.seconds))
+    schedule = schedule.settled()
+    if less := within.left_out(full, schedule.chosen):
+        say(progress, f"in {duration(deadline.seconds)} there is time for: {', '.join(less)}")
+    return schedule
+
+
+def _formats_of(plan: Plan | None) -> list[Format]:
+    return [] if plan is None else [formats.get(name) for name in dict.fromkeys(entry.format for entry in plan.entries)]
 
 
 def _without_checkpoint(request: Request, source: GgufModel) -> Request:
@@ -166,6 +210,24 @@ class Run:
     cache: Cache
     crew: Crew | None
     progress: Progress[Any]
+    schedule: Schedule | None = None  # with `--within`
+    blocks: int = 0  # of the model
+
+    def on_time(self, *done: str) -> Run:
+        """The same run with what there is time for, now that these steps are over."""
+        if self.schedule is None:
+            return self
+        before, schedule = self.schedule.chosen, self.schedule.settled(done).keep(self.request.work)
+        if changed := within.left_out(before, schedule.chosen):
+            say(self.progress, f"less time is left than was forecast: {', '.join(changed)}")
+        elif changed := within.left_out(schedule.chosen, before):
+            say(self.progress, f"more time is left than was forecast: no longer {', '.join(changed)}")
+        steps = [(step.name, step.seconds) for step in schedule.steps(schedule.chosen) if step.name not in done]
+        makes = self.request.rounds if self.plan is None and self.request.budget.by_accuracy else 1
+        expect(self.progress, parts_of(steps, len(list(self.subject.weights)), self.blocks, makes))
+        count = max(1, round(len(self.text.windows) * schedule.chosen.tokens / max(1, before.tokens)))
+        text = replace(self.text, windows=self.text.windows[:count], domains=self.text.domains[:count])
+        return replace(self, request=self.request.spending(schedule.chosen), text=text, schedule=schedule)
 
     def calibrate(self) -> Statistics | ImportanceMatrix | None:
         asked = self.request

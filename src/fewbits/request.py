@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fewbits import calibration, methods, planning
 from fewbits.artifact import preparation
 from fewbits.calibration.text.domains import Mix, in_tokens, mixed
-from fewbits.devices.units import bytes_of, parse_tokens
+from fewbits.devices.units import bytes_of, parse_duration, parse_tokens
 from fewbits.errors import InputError
 from fewbits.formats import all as all_formats
 from fewbits.formats import get as format_named
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fewbits.formats import Format
     from fewbits.model import Model
     from fewbits.planning import Plan
+    from fewbits.preflight.within import Settings
     from fewbits.progress import Progress
     from fewbits.store.executors import Chosen
     from fewbits.targets import Target
@@ -100,6 +101,7 @@ class Request:
     no_verify: bool = False
     memory: int = calibration.MEMORY  # bytes, or `1GB`
     device: str = placement.AUTO  # where the float model runs: cpu, cuda, cuda:1, mps, xpu; auto: a GPU where there is one
+    within: str | float | None = None  # seconds, or `2h`: what there is no time for is left out
     executor: str = executors.LOCAL  # who measures and quantizes the weights, with the same bytes
     store: str | None = None
     fresh: bool = False  # without what an earlier run left
@@ -109,6 +111,7 @@ class Request:
         self._read("memory", lambda given: bytes_of(given, "--memory"))
         self._read("context", parse_tokens)
         self._read("bandwidth", speed.parse_bandwidth)
+        self._read("within", parse_duration)
         _ = self.workers, self.passes_on, self.path, self.budget, self.constraints, self.mix, self.usual_length  # each refuses a wrong one
         fixed = [given for given in (self.format, self.plan, self.size, self.fits) if given is not None]
         if len(fixed) > 1 or not (fixed or self.budget.given):
@@ -118,6 +121,8 @@ class Request:
         if self.weights and self.statistics is not None:
             hint = "give `--weights` to `fewbits calibrate`"
             raise InputError("`--weights` weighs the text that is calibrated with, and here are statistics of some already", hint)
+        if self.within is not None and not self.workers.in_process:
+            raise InputError("`--within` times this process, and `--executor` hands the work to others", "leave one of them out")
         if not self.has_budget:
             self._check_nothing_ignored()
 
@@ -237,6 +242,12 @@ class Request:
             else pricing.has_few_bits(subject, plan)
         )
         return replace(self, tune=USUAL_STEPS if possible and plain and pays else 0)
+
+    def spending(self, settings: Settings) -> Request:
+        """The same request with less of everything that takes time."""
+        formats = tuple(fmt.name for fmt in settings.formats) if self.has_budget else self.formats
+        samples = settings.samples if self.statistics is None else self.samples
+        return replace(self, samples=samples, formats=formats, tune=settings.tune, tokens=settings.tokens)
 
     def fixed_plan(self, source: Model) -> Plan | None:
         """The plan that a format or a plan.json says; None: there is a budget to spend."""

@@ -94,7 +94,8 @@ def strength(seen: Sequence[Fields], pool: Fields) -> int:
             products = [float((a * b).sum()) for a, b in ((miss, miss), (miss, step), (step, step))]
             errors += tokens[1 - fitted] * (products[0] + 2 * share * products[1] + share.square() * products[2])
     if not bool(errors.any()):  # no expert has tokens in both halves: as many as a matrix has columns make it regular
-        return 1 << max(1, min(_MOST, (pool["total"].shape[1] - 1).bit_length()))
+        columns: int = pool["total"].shape[1]
+        return 1 << max(1, min(_MOST, (columns - 1).bit_length()))
     best: float = strengths[errors.argmin()].item()
     return round(best)
 

@@ -93,6 +93,10 @@ Length = Annotated[
     str | None, typer.Option("--length", help="Tokens in a window: 512 (or what the model takes), of one kind of text too: books=4096.")
 ]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="About how many tokens to judge on (whole windows).")]
+Within = Annotated[
+    str | None,
+    typer.Option("--within", metavar="TIME", help="Be done in 2h, 20min ...: samples, formats and tuning that there is time for."),
+]
 Offline = Annotated[bool, typer.Option("--offline", help="Never download.")]
 
 

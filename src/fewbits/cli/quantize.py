@@ -69,6 +69,7 @@ def quantize(
         bool, typer.Option("--requantize", help="MODEL may be a GGUF that is quantized already: it is then the reference.")
     ] = False,
     answers: Annotated[int, typer.Option("--answers", min=0, help="Answers of the file and its source side by side on the page.")] = 3,
+    within: options.Within = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Write the file without running it.")] = False,
     executor: options.Executor = "local",
     store: options.Store = None,
@@ -85,7 +86,7 @@ def quantize(
             "--sequential": sequential, "--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio,
             "--held-out": held_out, "--formats": formats, "--together": together, "--split-size": split_size,
             "--executor": executor != "local", "--store": store, "--shards": shards > 1, "--like": like, "--converter": converter,
-            "--imatrix": imatrix, "--weights": weights, "--device": device != "auto",
+            "--imatrix": imatrix, "--weights": weights, "--device": device != "auto", "--within": within,
         }  # fmt: skip
         onnx.quantize(
             model, out, refused, as_json, quiet, format=format, plan=plan, override=override or (), method=method, activations=activations,
@@ -104,7 +105,7 @@ def quantize(
         override=override or (), formats=options.names_of(formats), together=together or (), min_speed=min_speed,
         bandwidth=parse_bandwidth(bandwidth), strategy=strategy, rounds=rounds, method=method, data=data or (), held_out=held_out or (),
         stats=stats, samples=samples, seed=seed, rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv,
-        weights=weights, memory=options.bytes_of(memory), device=device,
+        weights=weights, memory=options.bytes_of(memory), device=device, within=within,
         max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
         min_cosine=min_cosine, length=length, tokens=tokens, no_verify=no_verify, executor=executor, store=store, shards=shards,
         fresh=fresh, offline=offline, like=like, converter=converter, accept_unmatched=accept_unmatched, max_floor=max_floor,

@@ -1,4 +1,4 @@
-"""Sizes as people write them: `8GB`, `512MiB` of memory, `8k` tokens."""
+"""Sizes as people write them: `8GB`, `512MiB` of memory, `8k` tokens, `2h`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ def parse_tokens(text: str | int, option: str = "--context") -> int:
     if tokens < 1 or tokens.denominator != 1:
         raise InputError(f"`{option} {text}` is not a number of tokens", "for example `8192`, `8k` or `128k`")
     return int(tokens)
+
+
+def parse_duration(text: str | float, option: str = "--within") -> float:
+    """Seconds from `90s`, `20min`, `2h`, `1h30min`, `1.5h`, or a number of them."""
+    if isinstance(text, int | float):
+        seconds = float(text)
+    else:
+        number = r"([0-9]+(?:\.[0-9]+)?) *"
+        units = {"h": rf"(?:{number}h(?:ours?)?)?", "m": rf" *(?:{number}m(?:in(?:utes?)?)?)?", "s": rf" *(?:{number}s(?:ec(?:onds?)?)?)?"}
+        match = re.fullmatch("".join(units.values()), text.strip(), re.IGNORECASE | re.ASCII)
+        parts = match.groups() if match else ()
+        seconds = sum(float(part) * unit for part, unit in zip(parts, (3600, 60, 1), strict=False) if part)
+    if not 1 <= seconds < 1e8:
+        raise InputError(f"`{option} {text}` is not a time", "for example `20min`, `2h` or `1h30min`")
+    return seconds
 
 
 def bytes_of(given: str | int, option: str) -> int:

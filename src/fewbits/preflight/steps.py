@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MARGIN = 64 << 20  # bytes of memory for Python, the allocator and threads
 _LIBRARY = 64 << 20  # bytes of memory for a runtime's library, loaded when a file is first run in it
 _HISTOGRAM = 64 << 10  # bytes of statistics for each weight beside its moments: ranges, histogram, names
-_EFFICIENCY = 0.53
+EFFICIENCY = 0.53
 _MEASURED = (1.85e6, 1760.0)  # equivalent operations, by columns and by their square
 _ROUNDED, _FED_BACK = 10_000, 105_000
 _FEEDBACK_PASSES, _TUNED, _MINIBATCH = 6, 3.4, 512
@@ -48,7 +48,7 @@ def steps_of(sizes: Sizes, work: Work, rate: float, pace: Pace = USUAL) -> list[
     wanted = [
         (calibrating, work.samples), (measuring, work.formats), (quantizing, True), (tuning, work.tune), (verifying, work.verified),
     ]  # fmt: skip
-    steps = [step(sizes, work, rate * _EFFICIENCY) for step, is_wanted in wanted if is_wanted]
+    steps = [step(sizes, work, rate * EFFICIENCY) for step, is_wanted in wanted if is_wanted]
     return [replace(step, seconds=step.seconds * pace.of(step.name)) for step in steps]
 
 
@@ -64,8 +64,24 @@ def calibrating(sizes: Sizes, work: Work, rate: float) -> Step:
     drawn = work.samples * max(weight.shape[1] for weight in sizes.weights) * (FLOAT + HALF * DRAWN_PER_SAMPLE) * 8
     buffered = min(work.buffer, states + sizes.moments)
     memory = sizes.block + buffered + sizes.packed_apart + max(activations, logits) + drawn + _MARGIN
-    multiplied = sum(sizes.statistics_of(block) for block in sizes.blocks.values())
-    return Step("calibrating", memory, _statistics_bytes(sizes, work) + between, 2 * multiplied * work.tokens / rate)
+    seconds = sum(block_seconds(sizes, block, work.tokens, rate) for block in sizes.blocks.values())
+    return Step("calibrating", memory, _statistics_bytes(sizes, work) + between, seconds)
+
+
+def block_seconds(sizes: Sizes, block: Iterable[Weight], tokens: int, rate: float) -> float:
+    """Of both passes through these weights."""
+    return 2 * sizes.statistics_of(list(block)) * tokens / rate
+
+
+def measured_seconds(weights: Iterable[tuple[Weight, int]], rate: float) -> float:
+    """Of weights, each in so many formats."""
+    return sum((_MEASURED[0] + _MEASURED[1] * weight.shape[1]) * weight.shape[1] * count for weight, count in weights) / rate
+
+
+def feedback_seconds(weights: Iterable[Weight], rate: float) -> float:
+    """Of rounding with error feedback."""
+    products = (numbers_of(w) * (_FED_BACK + _FEEDBACK_PASSES * 2 * w.shape[1] * (w.kind != "embedding")) for w in weights)
+    return sum(products) / rate
 
 
 def _statistics_bytes(sizes: Sizes, work: Work) -> int:
@@ -89,19 +105,18 @@ def measuring(sizes: Sizes, work: Work, rate: float) -> Step:
     each = sorted((FLOAT * numbers_of(w) + prediction.tried_bytes(w.shape[0]) + _opened(w) for w in sizes.weights), reverse=True)
     hessians = sorted((prediction.held_by(weight.shape[1], method) for weight in sizes.weights), reverse=True)
     together = min(sum(hessians[:threads]), max(hessians[0], prediction.TOGETHER))
-    multiplied = sum((_MEASURED[0] + _MEASURED[1] * w.shape[1]) * w.shape[1] * work.formats_of(w.shape[1]) for w in sizes.weights)
+    seconds = measured_seconds([(weight, work.formats_of(weight.shape[1])) for weight in sizes.weights], rate)
     table = 256 * work.formats * len(each)
-    return Step("measuring", sum(each[:threads]) + together + _MARGIN, 2 * table, multiplied / rate)
+    return Step("measuring", sum(each[:threads]) + together + _MARGIN, 2 * table, seconds)
 
 
 def quantizing(sizes: Sizes, work: Work, rate: float) -> Step:
     held = min(sizes.packed + sizes.beside, SHARD_BYTES + FLOAT * sizes.largest)
     hessians = [prediction.held_by(w.shape[1], "auto") + _opened(w) if work.feedback else _opened(w) for w in sizes.weights]
     each = max(8 * FLOAT * numbers_of(weight) + hessian for weight, hessian in zip(sizes.weights, hessians, strict=True))
-    flat = sizes.numbers * (_FED_BACK if work.feedback else _ROUNDED)
-    products = _FEEDBACK_PASSES * 2 * sum(numbers_of(w) * w.shape[1] for w in sizes.weights if w.kind != "embedding" and work.feedback)
     written = sizes.packed + sizes.beside
-    seconds = (flat + products) / rate + 3 * written / _DISK_RATE
+    rounding = feedback_seconds(sizes.weights, rate) if work.feedback else sizes.numbers * _ROUNDED / rate
+    seconds = rounding + 3 * written / _DISK_RATE
     disk = 2 * work.makes * written + work.makes * sizes.packed  # for every plan its cached weights, its artifact and its file
     return Step("quantizing", held + each + _MARGIN, disk, work.makes * seconds)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fewbits.store.cache import Cache
     from fewbits.store.executors.crew import Crew
 
-__all__ = ["Cell", "Container", "Factor", "Scores", "Sensitivity", "measure", "read"]
+__all__ = ["Cell", "Container", "Factor", "Scores", "Sensitivity", "measure", "measured", "read"]
 
 UNIT = "fewbits.sensitivity.units:row"  # the function that a worker calls
 ACTIVATIONS = ("int8", "fp8")  # as in `--activations`; one scale per token
@@ -71,7 +71,7 @@ def measure(
         crew.finish("row", UNIT, wanted, cache, progress, "measuring")
         rows = _cached(model, cache)
     missing = [weight for weight in model.weights if weight.name not in rows]
-    for name, row in progress(_measured(model, statistics, missing, formats, method), len(missing), "measuring"):
+    for name, row in progress(measured(model, statistics, missing, formats, method), len(missing), "measuring"):
         rows[name] = row
         if cache:
             cache.keep("row", values_of(row), {}, weight=name)
@@ -92,7 +92,7 @@ def _cached(model: Model, cache: Cache) -> dict[str, WeightRow]:
     return {name: _restored(result.values) for name, result in results.items() if result}
 
 
-def _measured(
+def measured(
     model: Model, statistics: Statistics, weights: Sequence[Weight], formats: Sequence[Format], method: str
 ) -> Iterator[tuple[str, WeightRow]]:
     """Several weights at a time, each on one thread: one matrix is too small to split among threads. The results come in order."""

@@ -54,7 +54,10 @@ class Whole:
         self._real = self._forecast = 0.0  # seconds of finished parts
 
     def expect(self, parts: Sequence[Part]) -> None:
-        self._pending, self._began = list(parts), self.clock()
+        """Again while the work goes on: what is left of it has changed."""
+        if not self.expected:
+            self._began = self.clock()
+        self._pending = list(parts)
         self._real = self._forecast = 0.0
 
     @property

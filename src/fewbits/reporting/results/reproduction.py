@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("fewbits", "torch", "transformers", "numpy", "gguf", "safetensors")
 _SPELLED = {"model": "", "out": "-o"}  # a field of the request -> the option, if that is named otherwise
-_SILENT = {"answers", "executor", "fresh", "memory", "offline", "store"}  # options that change nothing in the result
+# options that change nothing in the result; of `--within` it is what it left, and that is named
+_SILENT = {"answers", "executor", "fresh", "memory", "offline", "store", "within"}
 
 
 def of(artifact: Artifact, path: Path, commands: Sequence[str]) -> Reproduction:
