@@ -104,13 +104,13 @@ def test_moments_are_read_in_squares_whatever_counts_in_them() -> None:
     gradient = torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
     gradient[3], gradient[7] = 100 * gradient[3], 0
     sums = torch.zeros(10, 10)
-    output_moments.add(sums, gradient)
+    output_moments.add(sums, gradient, gradient.norm(dim=1))
     square = gradient.square().sum(0)
     assert sums.isfinite().all() and sums.trace() < 0.1 * square.sum()
     assert torch.allclose(output_moments.in_squares(sums, square).trace(), square.sum())
     alike = gradient[:1].expand(5, 10)  # where all tokens have one size it is the plain sum
     sums = torch.zeros(10, 10)
-    output_moments.add(sums, alike)
+    output_moments.add(sums, alike, alike.norm(dim=1))
     assert torch.allclose(output_moments.in_squares(sums, alike.square().sum(0)), alike.T @ alike, rtol=1e-5)
     assert not output_moments.in_squares(torch.zeros(10, 10), torch.zeros(10)).any()
 
@@ -119,8 +119,8 @@ def test_moments_are_sums_within_blocks_of_rows(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(output_moments, "MOST", 4)
     gradient = torch.randn(30, 10, generator=torch.Generator().manual_seed(0))
     sums = torch.zeros(10, output_moments.size_of(10))
-    output_moments.add(sums, gradient[:20])
-    output_moments.add(sums, gradient[20:])
+    output_moments.add(sums, gradient[:20], gradient[:20].norm(dim=1))
+    output_moments.add(sums, gradient[20:], gradient[20:].norm(dim=1))
     assert output_moments.size_of(10) == 4
     gradient = _evened(gradient)
     whole, start = gradient.T @ gradient, 0
@@ -138,7 +138,7 @@ def test_rearranged_moments_are_those_of_the_rearranged_rows(monkeypatch: pytest
     for rows in (8, 12):
         gradient = torch.randn(50, rows, generator=generator)
         sums = torch.zeros(2, rows, output_moments.size_of(rows))
-        output_moments.add(sums[0], gradient)
+        output_moments.add(sums[0], gradient, gradient.norm(dim=1))
         parts.append(sums)
         block = torch.arange(rows) // sums.shape[2]
         gradient = _evened(gradient)
@@ -161,6 +161,6 @@ def test_rearranged_moments_are_those_of_the_rearranged_rows(monkeypatch: pytest
 def test_rescaled_moments_are_those_of_rescaled_gradients() -> None:
     gradient, factors = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)), torch.rand(6) + 0.5
     plain = torch.zeros(2, 6, 6)
-    output_moments.add(plain[0], gradient)
+    output_moments.add(plain[0], gradient, gradient.norm(dim=1))
     divided = _evened(gradient) / factors  # tokens keep the weight that they had
     assert torch.allclose(output_moments.rescaled(plain, factors)[0], divided.T @ divided, rtol=1e-5)

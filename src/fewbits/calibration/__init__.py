@@ -7,6 +7,8 @@ collection.py         one pass: samples in, folder out         collector.py   th
 recorders.py          hooks that see inputs and gradients      moments.py     sums over the inputs of one layer
 histogram.py          counts of all values of an input         ranges.py      which range of an activation to quantize
 statistics.py         the statistics of one weight             triangles.py   symmetric matrices as upper triangles
+gram.py               x^T x, summed over batches               output_moments.py   of gradients at outputs
+passes.py             which weights in which pass              pooled.py      what experts borrow
 folder.py             statistics on disk, and merging them     checks.py      statistics from a file, checked
 shards.py, units.py   calibration in parts, by workers         reuse.py       statistics given or of an earlier run
 importance_matrix.py  llama.cpp's importance matrix            drift.py       how many samples are enough

@@ -86,7 +86,8 @@ def collect(
             looked_up, multiplied = collector.at_entry()
             output |= packed({name: gradients.finished() for name, gradients in multiplied.items()})
             for name, gradient in looked_up.items():
-                lookups[f"{name}:lookup"] |= {"fisher_square": gradient.fisher_square, "fisher": gradient.finished()["fisher"]}
+                done = gradient.finished()
+                lookups[f"{name}:lookup"] |= {"fisher_square": done["fisher_square"], "fisher": done["fisher"]}
         save(folder, "gradient", len(blocks), output | packed(lookups))
         about = {
             "schema": SCHEMA,

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fewbits.calibration import gram
+
 if TYPE_CHECKING:
     from fewbits.model.weights import Weight
 
@@ -42,19 +44,19 @@ def zeros(weight: Weight, new: Callable[[Sequence[int]], Tensor]) -> Tensor | No
     return new((2, weight.shape[0], size_of(weight.shape[0]))) if numbers(weight) else None
 
 
-def add(sums: Tensor, gradient: Tensor) -> None:
-    """sums (rows, size), of one half; gradient (tokens, rows)."""
-    root = torch.linalg.vector_norm(gradient, dim=1, keepdim=True).sqrt_()
+def add(sums: Tensor, gradient: Tensor, norm: Tensor) -> None:
+    """sums (rows, size), of one half; gradient (tokens, rows), norm (tokens,)."""
+    root = norm.sqrt().unsqueeze(1)
     for part, into in zip((gradient / root.masked_fill_(root == 0, 1)).split(sums.shape[1], 1), blocks(sums), strict=True):
-        add_products(into, part)
+        gram.add(into, part)
 
 
-def add_products(sums: Tensor, x: Tensor) -> None:
-    """Adds x^T x. The product is made where x is; sums that have no room there are beside the processor."""
-    if sums.device == x.device:
-        sums.addmm_(x.T, x)
-    else:
-        sums += (x.T @ x).to(sums.device)
+def mirror(sums: Tensor) -> Tensor:
+    """(2, rows, size), once all was added."""
+    for half in sums:
+        for block in blocks(half):
+            gram.mirror(block)
+    return sums
 
 
 def blocks(sums: Tensor) -> list[Tensor]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fewbits.calibration import output_moments
+from fewbits.calibration import gram, output_moments
 from fewbits.calibration.moments import Moments
 from fewbits.calibration.statistics import InputStatistics
 from fewbits.formats.storage.codes import to_float16
@@ -83,7 +83,7 @@ class Site:
         self.some_half += [half] * len(drawn)
         self.halves[half].add(later)
         if self.moment is not None:
-            output_moments.add_products(self.moment[half], later)
+            gram.add(self.moment[half], later)
 
     def finished(self) -> InputStatistics:
         a, b = self.halves
@@ -104,7 +104,7 @@ class Site:
             some=torch.cat([torch.empty(0, self.cols, dtype=torch.float16), *self.some]),
             some_half=torch.tensor(self.some_half, dtype=torch.uint8),
             histogram=both.histogram,
-            moment=None if self.moment is None else self.moment.cpu(),
+            moment=None if self.moment is None else gram.mirror(self.moment).cpu(),
         )
 
 
@@ -226,6 +226,10 @@ class Gradients:
 
     def finished(self) -> dict[str, Any]:
         """Its fields, off the device."""
+        if self.fisher is not None:
+            self.fisher_square = gram.mirror(self.fisher).diagonal(dim1=1, dim2=2).cpu().double()
+        if self.outputs is not None:
+            output_moments.mirror(self.outputs)
         return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
 
     @staticmethod
@@ -249,11 +253,12 @@ class Gradients:
         self.sensitivity[half] += torch.stack([first.reshape(-1).sum(), later.reshape(-1).sum()])
         self.gradient_square[half] += torch.linalg.vector_norm(gradient, dim=0).cpu().double().square()
         scaled = x * root.unsqueeze(-1)
-        self.fisher_square[half] += torch.linalg.vector_norm(scaled, dim=0).cpu().double().square()
-        if self.fisher is not None:
-            output_moments.add_products(self.fisher[half], scaled)
+        if self.fisher is None:
+            self.fisher_square[half] += torch.linalg.vector_norm(scaled, dim=0).cpu().double().square()
+        else:  # of which it is the diagonal
+            gram.add(self.fisher[half], scaled)
         if self.outputs is not None:
-            output_moments.add(self.outputs[half], gradient)
+            output_moments.add(self.outputs[half], gradient, norm)
 
 
 def _doubles(count: int) -> Tensor:
