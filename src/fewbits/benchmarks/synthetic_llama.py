@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,16 +83,19 @@ class SyntheticLlama:
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama whose output is tied to its embedding. By default 42 million weights in a block, 66 million in the embedding."""
+    """A Llama whose output is tied to its embedding. By default 42 million weights in a block, 66 million in the embedding. With `experts`
+    a Qwen3 mixture, `chosen` of them for a token."""
 
     blocks: int
     hidden: int = 2048
     inner: int = 4096
     vocabulary: int = 32000
+    experts: int = 0
+    chosen: int = 8
 
     @property
     def block(self) -> int:
-        return 4 * self.hidden**2 + 3 * self.hidden * self.inner
+        return 4 * self.hidden**2 + 3 * self.hidden * self.inner * max(1, self.experts)  # routers stay as they are
 
     @property
     def weights(self) -> int:
@@ -101,24 +104,24 @@ class Shape:
     @classmethod
     def of(cls, billions: float, hidden: int = 2048) -> Shape:
         """As near to this many weights as whole blocks come."""
-        one = cls(1, hidden, 2 * hidden)
-        blocks = round((billions * 1e9 - one.vocabulary * hidden) / one.block)
-        return cls(max(1, blocks), hidden, 2 * hidden)
+        return cls(1, hidden, 2 * hidden)._deep(billions)
+
+    @classmethod
+    def mixture(cls, billions: float, experts: int, hidden: int = 1024) -> Shape:
+        """The same of experts half as wide as the model."""
+        return cls(1, hidden, hidden // 2, experts=experts, chosen=min(8, experts))._deep(billions)
+
+    def _deep(self, billions: float) -> Shape:
+        return replace(self, blocks=max(1, round((billions * 1e9 - self.vocabulary * self.hidden) / self.block)))
 
 
 def write_checkpoint(folder: Path, shape: Shape) -> None:
     """In 16 bits, a shard for each block, one of which is in memory at a time. A layer's output is about as large as its input."""
     from safetensors.torch import save_file
-    from transformers import LlamaConfig
 
     remove(folder)
     folder.mkdir(parents=True)
-    heads = max(1, shape.hidden // 64)
-    config = LlamaConfig(
-        hidden_size=shape.hidden, intermediate_size=shape.inner, num_hidden_layers=shape.blocks, num_attention_heads=heads,
-        num_key_value_heads=heads, vocab_size=shape.vocabulary, max_position_embeddings=2048, tie_word_embeddings=True,
-        bos_token_id=0, eos_token_id=1, architectures=["LlamaForCausalLM"], dtype="float16",
-    )  # fmt: skip
+    config = _config(shape)
     config.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # which knows fewer tokens than the vocabulary has: the rest never occurs
         shutil.copyfile(embedded.MODEL / name, folder / name)
@@ -136,10 +139,31 @@ def write_checkpoint(folder: Path, shape: Shape) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def _config(shape: Shape) -> Any:
+    from transformers import LlamaConfig, Qwen3MoeConfig
+
+    heads = max(1, shape.hidden // 64)
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.hidden, "num_hidden_layers": shape.blocks, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "vocab_size": shape.vocabulary, "max_position_embeddings": 2048, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1,
+        "dtype": "float16",
+    }  # fmt: skip
+    if not shape.experts:
+        return LlamaConfig(intermediate_size=shape.inner, architectures=["LlamaForCausalLM"], **sizes)
+    return Qwen3MoeConfig(
+        intermediate_size=shape.inner, moe_intermediate_size=shape.inner, num_experts=shape.experts, num_experts_per_tok=shape.chosen,
+        head_dim=shape.hidden // heads, norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"], **sizes,
+    )  # fmt: skip
+
+
 def _shards(shape: Shape) -> list[dict[str, tuple[int, ...]]]:
     hidden, inner = shape.hidden, shape.inner
     inside: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
-    inside |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    for module in [f"mlp.experts.{expert}" for expert in range(shape.experts)] or ["mlp"]:
+        inside |= {f"{module}.gate_proj": (inner, hidden), f"{module}.up_proj": (inner, hidden), f"{module}.down_proj": (hidden, inner)}
     inside |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    if shape.experts:
+        each = hidden // max(1, hidden // 64)
+        inside |= {"mlp.gate": (shape.experts, hidden), "self_attn.q_norm": (each,), "self_attn.k_norm": (each,)}
     ends: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden), "model.norm.weight": (hidden,)}
     return [ends, *({f"model.layers.{i}.{name}.weight": sides for name, sides in inside.items()} for i in range(shape.blocks))]

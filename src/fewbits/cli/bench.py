@@ -268,7 +268,10 @@ def scale(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for scaling.json and scaling.svg, and for the models meanwhile.")],
     sizes: Annotated[str, typer.Option("--sizes", help="Billion weights, with commas; blocks stay the same.")] = "0.1,0.3,1,3",
     widths: Annotated[str, typer.Option("--widths", help="Hidden sizes of more models of 0.3 billion, with commas.")] = "1024,3072",
+    mixtures: Annotated[str, typer.Option("--mixtures", help="Billion weights of mixtures of experts, with commas.")] = "",
+    experts: Annotated[int, typer.Option("--experts", min=2, help="Of each layer of a mixture; eight of them for a token.")] = 128,
     samples: Samples = 4,
+    length: Annotated[int, typer.Option("--length", min=2, max=2048, help="Tokens in a sample.")] = 128,
     tokens: Tokens = 256,
     formats: Annotated[str, typer.Option("--formats", help="Formats to choose from, with commas.")] = "q3_k,q5_k,q6_k",
     method: Annotated[str, typer.Option("--method", help="rtn; auto and gptq take four times as long.")] = "rtn",
@@ -278,9 +281,11 @@ def scale(
     from fewbits.benchmarks.scale import sizes as models
     from fewbits.benchmarks.tables import scale as tables
 
-    run = models.Run(samples=samples, tokens=tokens, formats=formats, method=method)
-    billions, hidden = numbers_of(sizes, "--sizes"), [int(width) for width in numbers_of(widths, "--widths", "1024,3072")]
-    show_data(models.scale(out, billions, hidden, run, progress_for(as_json, False)), tables.table, as_json)
+    run = models.Run(samples=samples, length=length, tokens=tokens, formats=formats, method=method)
+    billions, hidden = _sizes(sizes, "--sizes"), [int(width) for width in _sizes(widths, "--widths", "1024,3072")]
+    mixed = _sizes(mixtures, "--mixtures", "4")
+    result = models.scale(out, billions, hidden, run, progress_for(as_json, False), mixtures=mixed, experts=experts)
+    show_data(result, tables.table, as_json)
 
 
 @bench.command()
@@ -315,6 +320,11 @@ def numbers_of(text: str, option: str, example: str = "0.1,0.3") -> list[float]:
     if any(not 0 < number < 1e6 for number in numbers):
         raise InputError(f"`{option} {text}` is not a list of sensible numbers", f"for example {example}")
     return numbers
+
+
+def _sizes(text: str, option: str, example: str = "0.1,0.3") -> list[float]:
+    """None at all, if there is nothing in it."""
+    return numbers_of(text, option, example) if text.strip() else []
 
 
 def _names(texts: list[str] | None) -> list[str]:

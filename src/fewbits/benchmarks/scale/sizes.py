@@ -2,7 +2,8 @@
 
 Llamas of random weights grow by the number of their blocks, which stay the same: work that is bounded by a block is then flat in memory
 and linear in time. Beside them, models of one size whose blocks grow. Each goes through calibrating, measuring, planning, quantizing,
-exporting and verifying in a process of its own, by the call that `fewbits quantize` makes.
+exporting and verifying in a process of its own, by the call that `fewbits quantize` makes. Mixtures of experts can be added: a block of one
+is as large as a small model.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fewbits.store.files import remove, to_json
 
 SIZES = (0.1, 0.3, 1.0, 3.0)  # billion weights
 WIDTHS = (1024, 3072)  # hidden sizes, beside the usual 2048
+EXPERTS = 128
 _WIDE = 0.3  # billion weights of the models whose width differs
 
 
@@ -59,13 +61,21 @@ class Scaling:
     threads: int
     deeper: tuple[Point, ...]  # by the number of blocks
     wider: tuple[Point, ...]  # by the width of a block
+    mixtures: tuple[Point, ...] = ()
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
 def scale(
-    out: Path, sizes: Sequence[float] = SIZES, widths: Sequence[int] = WIDTHS, run: Run | None = None, progress: Progress[Any] = silent
+    out: Path,
+    sizes: Sequence[float] = SIZES,
+    widths: Sequence[int] = WIDTHS,
+    run: Run | None = None,
+    progress: Progress[Any] = silent,
+    *,
+    mixtures: Sequence[float] = (),
+    experts: int = EXPERTS,
 ) -> Scaling:
     """One after the other in `out`, where scaling.json and scaling.svg stay, and the models do not."""
     import torch
@@ -81,9 +91,14 @@ def scale(
     if not Path("/proc/self/status").is_file():
         raise MissingError("this system does not say how much memory a process has", "run it on Linux, which has /proc")
     out.mkdir(parents=True, exist_ok=True)
-    deeper, wider = [Shape.of(size) for size in sizes], [Shape.of(_WIDE, width) for width in widths]
-    points = {shape: point(shape, run, out / "run") for shape in progress([*deeper, *wider], len(deeper) + len(wider), "models")}
-    result = Scaling(run, torch.get_num_threads(), tuple(points[shape] for shape in deeper), tuple(points[shape] for shape in wider))
+    kinds = (
+        [Shape.of(size) for size in sizes],
+        [Shape.of(_WIDE, width) for width in widths],
+        [Shape.mixture(size, experts) for size in mixtures],
+    )
+    every = [shape for kind in kinds for shape in kind]
+    points = {shape: point(shape, run, out / "run") for shape in progress(every, len(every), "models")}
+    result = Scaling(run, torch.get_num_threads(), *(tuple(points[shape] for shape in kind) for kind in kinds))
     (out / "scaling.json").write_text(to_json(result.to_dict()))
     (out / "scaling.svg").write_text(pictures.picture(result))
     return result

@@ -49,7 +49,7 @@ def table(result: Scaling) -> None:
     shown = Table(box=None, header_style="dim")
     for column in _COLUMNS:
         shown.add_column(column, justify="left" if column == "in step" else "right")
-    for points in (result.deeper, result.wider):
+    for points in (result.deeper, result.wider, result.mixtures):
         for point in points:
             shown.add_row(*_cells(point))
         shown.add_section()
@@ -58,8 +58,9 @@ def table(result: Scaling) -> None:
 
 def _cells(point: Point) -> tuple[str, ...]:
     usage = point.watched
+    blocks = f"{point.shape.blocks} of {point.shape.hidden}" + (f", {point.shape.experts} experts" if point.shape.experts else "")
     return (
-        f"{point.weights / 1e9:.2f} B", f"{point.shape.blocks} of {point.shape.hidden}", size(point.block_bytes), size(point.model_bytes),
+        f"{point.weights / 1e9:.2f} B", blocks, size(point.block_bytes), size(point.model_bytes),
         size(usage.anonymous), usage.largest.name, size(usage.mapped), size(usage.disk), f"{usage.seconds:.0f} s",
         f"{usage.seconds / point.weights * 1e9:.0f} s",
     )  # fmt: skip
