@@ -179,23 +179,27 @@ class Collector:
         with self._walk.block(index) as block:
             for part, weights, key in self._keys(index):
                 recorder = InputRecorder(watched(self.blocks, weights), self.hessians, self._walk.sums())
+                experts = dict[str, Tensor]()
                 if part:  # what the block gives is known by then, and products with other experts are left out
                     with recorder.attached(), self.blocks.experts_alone(weights):
                         block.run(hidden, None, recorder.next_batch)
-                    results.append(self._keep_inputs(key, finished(recorder), {}, {}, part))
-                    continue
-                experts = dict[str, Tensor]()
-                with recorder.attached(), counting_experts(block.module, self.blocks.prefix(index), experts):
-                    block.run(hidden, self._output, recorder.next_batch, kv)
-                self._cache.keep("hidden", {}, {"state": self._output[:, : self.blocks.layout.changing]}, block=index + 1)
-                results.append(self._keep_inputs(key, finished(recorder), kv.ranges if kv else {}, experts))
+                else:
+                    with recorder.attached(), counting_experts(block.module, self.blocks.prefix(index), experts):
+                        block.run(hidden, self._output, recorder.next_batch, kv)
+                    self._cache.keep("hidden", {}, {"state": self._output[:, : self.blocks.layout.changing]}, block=index + 1)
+                results.append(self._keep_inputs(key, finished(recorder), kv.ranges if kv and not part else {}, experts, part))
+                del recorder  # its sums, before those of the next pass
+                return_free_memory()
         return results
 
-    def _keep_inputs(self, key: dict[str, Any], sites: Sites, kv: dict[str, Tensor], experts: dict[str, Tensor], part: str = "") -> Result:
-        tensors = folder.packed({name: folder.input_fields(statistics) for name, (statistics, _) in sites.items()})
-        tensors |= {f"kv:{field}": tensor.contiguous() for field, tensor in kv.items()}
+    def _keep_inputs(
+        self, key: dict[str, Any], sites: Sites, kv: dict[str, Tensor], experts: dict[str, Tensor], part: str = ""
+    ) -> Result:
         readers = {name: readers for name, (_, readers) in sites.items()}
         counts = {name: tokens.tolist() for name, tokens in experts.items()}
+        tensors = {f"kv:{field}": tensor.contiguous() for field, tensor in kv.items()}
+        for name in list(sites):  # sums are dropped as soon as they are packed
+            tensors |= folder.packed({name: folder.input_fields(sites.pop(name)[0])})
         return self._keep("input", part, key, {"readers": readers, "experts": counts}, tensors)
 
     def _backward(self, index: int) -> list[Result]:
@@ -216,11 +220,15 @@ class Collector:
                 if not part:
                     self._cache.keep("back", {}, {"state": self._output}, block=index)
                 results.append(self._keep_gradients(key, recorder, part))
+                del recorder
+                return_free_memory()
         return results
 
     def _keep_gradients(self, key: dict[str, Any], recorder: GradientRecorder, part: str = "") -> Result:
-        fields = {name: gradients.finished() for name, gradients in recorder.gradients.items()}
-        return self._keep("gradient", part, key, {}, folder.packed(fields))
+        tensors: dict[str, Tensor] = {}
+        for name in list(recorder.gradients):
+            tensors |= folder.packed({name: recorder.gradients.pop(name).finished()})
+        return self._keep("gradient", part, key, {}, tensors)
 
     @torch.no_grad()
     def _output_sites(self) -> Sites:

@@ -371,4 +371,6 @@ def block_inputs(walk: Walk, index: int, hidden: Tensor) -> dict[str, InputStati
 
 
 def finished(recorder: InputRecorder) -> dict[str, tuple[InputStatistics, list[str]]]:
-    return {name: (site.finished(), site.readers) for name, site in recorder.sites.items()}
+    """The recorder is empty after that: nothing but the result holds its sums."""
+    sites, recorder.sites = recorder.sites, {}
+    return {name: (site.finished(), site.readers) for name, site in sites.items()}
