@@ -10,7 +10,7 @@ import pytest
 from safetensors import safe_open
 
 from fewbits import calibration
-from fewbits.benchmarks.scale import projection, workers
+from fewbits.benchmarks.scale import busy, projection, workers
 from fewbits.benchmarks.scale.projection import LLAMA_405B, Llama
 from fewbits.benchmarks.synthetic_llama import Shape, write_checkpoint
 from fewbits.errors import InputError
@@ -85,3 +85,16 @@ def test_what_is_no_measurement_is_refused_with_a_hint(tmp_path: Path) -> None:
         workers.shape_of(hidden=1000)
     with pytest.raises(InputError, match="against one worker"):
         workers.bench_workers(tmp_path, (2, 4), SMALL)
+
+
+def test_competitors_compute_while_a_run_is_timed_and_are_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[int] = []
+
+    def run(*_: object) -> float:
+        running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if busy._COMPUTES.encode() in path.read_bytes()]
+        beside.append(len(running))
+        return 1.0 + len(running)
+
+    monkeypatch.setattr(busy, "_run", run)
+    found = busy.bench_busy(competitors=2, rounds=2)
+    assert beside == [0, 2, 0, 2] and found.ratio == 3 and found.to_dict()["ratio"] == 3

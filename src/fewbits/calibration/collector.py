@@ -192,9 +192,7 @@ class Collector:
                 return_free_memory()
         return results
 
-    def _keep_inputs(
-        self, key: dict[str, Any], sites: Sites, kv: dict[str, Tensor], experts: dict[str, Tensor], part: str = ""
-    ) -> Result:
+    def _keep_inputs(self, key: dict[str, Any], sites: Sites, kv: dict[str, Tensor], experts: dict[str, Tensor], part: str = "") -> Result:
         readers = {name: readers for name, (_, readers) in sites.items()}
         counts = {name: tokens.tolist() for name, tokens in experts.items()}
         tensors = {f"kv:{field}": tensor.contiguous() for field, tensor in kv.items()}

@@ -289,6 +289,21 @@ def scale(
 
 
 @bench.command()
+def busy(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="To quantize. Default: the embedded model.")] = None,
+    samples: Samples = 48,
+    competitors: Annotated[int | None, typer.Option("--competitors", min=1, help="Processes beside it. Default: one a processor.")] = None,
+    rounds: Rounds = 2,
+    as_json: Json = False,
+) -> None:
+    """The time of `fewbits quantize` while other processes compute, over that on a quiet machine: half of it should take twice as long."""
+    from fewbits.benchmarks.scale.busy import bench_busy
+    from fewbits.benchmarks.tables import scale as tables
+
+    show_data(bench_busy(model, samples, competitors, rounds, progress_for(as_json, False)), tables.busy, as_json)
+
+
+@bench.command()
 def workers(
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder for workers.json and workers.svg, and for the model meanwhile.")],
     workers: Annotated[str, typer.Option("--workers", help="Numbers of workers, with commas.")] = "1,2,4",

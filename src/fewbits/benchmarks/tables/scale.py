@@ -12,6 +12,7 @@ from fewbits.reporting.terminal import console, new_table, size
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fewbits.benchmarks.scale.busy import Busy
     from fewbits.benchmarks.scale.cost import Cost
     from fewbits.benchmarks.scale.sizes import Point, Scaling
 
@@ -37,6 +38,13 @@ def cost(result: Cost) -> None:
     for step in result.steps:
         memory = "" if step.peak_memory is None else size(step.peak_memory)
         table.add_row(step.name, f"{step.seconds:.1f}", f"{step.multiple:.2f}", f"{step.cpu_multiple:.2f}", memory)
+    console.print(table)
+
+
+def busy(result: Busy) -> None:
+    table = new_table("fewbits quantize --size 4.5bpw", ("machine", "seconds", "x quiet"))
+    table.add_row("quiet", f"{result.quiet:.1f}", "1.00")
+    table.add_row(f"with {result.competitors} others computing", f"{result.busy:.1f}", f"{result.ratio:.2f}")
     console.print(table)
 
 
