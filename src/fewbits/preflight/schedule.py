@@ -47,9 +47,9 @@ class Schedule:
     def settled(self, done: Sequence[str] = ()) -> Schedule:
         """The settings for the time that is left. `done`: steps that are over, whose settings stay."""
         weights: list[Weight] = list(self.source.weights)
-        full = replace(self.full, samples=self.chosen.samples) if "calibrating" in done else self.full
+        full = replace(self.full, samples=self.chosen.samples, tokens=self.chosen.tokens) if done else self.full  # text is drawn once
         full = replace(full, formats=self.chosen.formats) if "measuring" in done else full
-        way = within.ladder(full, weights, "calibrating" in done, "measuring" in done)
+        way = within.ladder(full, weights, bool(done), "measuring" in done)
         late = self._lateness(done)
         if not done:
             self.deadline.check(self._seconds(way[0], done))
