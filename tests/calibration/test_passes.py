@@ -9,7 +9,8 @@ import torch
 from mixtures import MIXTURES, experts_of, samples_of, save_all
 from torch import Tensor
 
-from fewbits import calibration, embedded, model
+from fewbits import calibration, embedded, formats, kernels, methods, model
+from fewbits.benchmarks.synthetic_llama import Shape, write_checkpoint
 from fewbits.calibration import pooled, text
 from fewbits.calibration.collector import Collector
 from fewbits.calibration.passes import nbytes, passes
@@ -129,3 +130,23 @@ def test_borrowed_statistics_are_nearer_to_the_truth() -> None:
         alone += float((fields["moment"].sum(0) / 24 - truth).norm())
         lent += float((mixed["moment"].sum(0) / int(mixed["count"].sum()) - truth).norm())
     assert lent < 0.9 * alone
+
+
+def test_an_expert_that_borrows_is_rounded_better_for_text_that_it_did_not_see(tmp_path: Path) -> None:
+    """32 experts, 512 tokens: some are given three. What `auto` makes of them is judged by the tokens of another, longer text."""
+    write_checkpoint(tmp_path / "model", Shape(1, 256, 128, 2048, experts=32))
+    source = model.open(tmp_path / "model")
+    few, many = (
+        calibration.collect(source, calibration.draw(source, (), samples, 128, seed), tmp_path / str(samples))
+        for samples, seed in ((4, 0), (60, 7))
+    )
+    fmt, damage = formats.get("q4_0"), {"alone": 0.0, "borrowed": 0.0, "plain": 0.0}
+    for weight in source.weights:
+        if weight.expert is None or weight.expert % 3 or "gate_up" not in weight.name:
+            continue
+        w, judge = source.load(weight), many.of(weight.name, alone=True)
+        for how in damage:
+            known = None if how == "plain" else few.of(weight.name, alone=how == "alone")
+            made = methods.get("auto").quantize(w, fmt, known)
+            damage[how] += judge.damage(kernels.decode(fmt, made.parts, weight.shape) - w, w)
+    assert damage["borrowed"] < 0.85 * damage["alone"] and damage["borrowed"] < 0.85 * damage["plain"], damage
