@@ -7,6 +7,8 @@
 namespace fewbits {
 namespace {
 
+using namespace avx2;
+
 // What the bytes of iq1 owe for 9 and their shift: -8 times the sum of x, or -10 times it if it is down. Of iq1_s the sums are of
 // four pairs of columns, in the lanes of 16 bits where products with them are; of iq1_m of four eights of columns.
 struct Owed {

@@ -6,7 +6,7 @@
 #include "platform/avx2.h"
 
 #if defined(__x86_64__)
-namespace fewbits {
+namespace fewbits::avx2 {
 
 // What the kernels know of a format when they are compiled.
 template <FoursLayout kLayout>
@@ -211,5 +211,5 @@ struct Eight {
   }
 };
 
-}  // namespace fewbits
+}  // namespace fewbits::avx2
 #endif
