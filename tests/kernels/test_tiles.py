@@ -42,11 +42,12 @@ def test_tiles_multiply_as_the_stored_form(name: str, backend: str) -> None:
             assert (error <= _bound(x, offsets, bias)).all(), (shape, rows)
 
 
-@pytest.mark.parametrize("name", ["q4_k", "q3_k", "int4_g32", "int8_channel", "mxfp4"])
-def test_tiles_hold_every_code_and_extreme_scales(name: str) -> None:
+@pytest.mark.parametrize("backend", TILING)
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q6_k", "iq4_xs", "iq2_xxs", "iq3_xxs", "int4_g32", "int8_channel", "mxfp4"])
+def test_tiles_hold_every_code_and_extreme_scales(name: str, backend: str) -> None:
     """Rows of very different magnitudes: scales span the range of their type, and codes all that they can be."""
     fmt, shape = formats.get(name), (48, 512)
-    kernel = kernels.Kernel(name, TILING[0])
+    kernel = kernels.Kernel(name, backend)
     w = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * torch.logspace(-6, 3, 48)[:, None]
     parts = methods.get("rtn").quantize(w, fmt).parts
     tiles = tiled(kernel, parts, shape)
