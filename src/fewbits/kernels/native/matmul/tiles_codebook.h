@@ -44,7 +44,7 @@ constexpr size_t place_of_four(size_t row, size_t place) {
   return 64 * (place / 4) + 4 * row + (place % 4 == 1 || place % 4 == 2 ? 3 - place % 4 : place % 4);
 }
 
-// AVX2 has no look-up of 128 bytes: it loads points one by one, into registers of four rows by eight columns, a row in each
+// AVX2, and AVX-512 without VBMI, loads points one by one, into registers of four rows by eight columns, a row in each
 // 64-bit lane. Its layout has the same fields in the order of these registers. Of four rows of a stripe (`row_of_four`: so that
 // two such registers become four columns of eight rows by two shuffles), one four after another in each section of a chunk:
 //

@@ -84,13 +84,18 @@ struct Four {
 // Of 64 columns of four rows: signs, and the indices of points beyond bytes.
 template <typename Of>
 struct Set {
-  __m256i signs_x32;  // bit i is of the i-th eight columns; of iq1_m all bits, in the order of its indices
+  __m256i signs_x32;  // bit i is of the i-th eight columns, but bit 0 is set; of iq1_m all bits, in the order of its indices
+  __m256i first_x32;  // the signs of the first eight columns, in the highest bits
   alignas(32) uint16_t index[Of::kPointBits ? 256 / Of::kDims : 1];
   const uint8_t* low;
 
   FEWBITS_AVX2_INLINE void read(const Four<Of>& four, size_t number) {
     low = four.index + number * (256 / Of::kDims);
-    if constexpr (!Of::kShifts) signs_x32 = signs_at(four.signs + number * Of::kOf.sign_bytes());
+    if constexpr (!Of::kShifts) {
+      const __m256i all_x32 = signs_at(four.signs + number * Of::kOf.sign_bytes()), one_u8x32 = _mm256_set1_epi8(1);
+      signs_x32 = _mm256_or_si256(all_x32, one_u8x32);
+      first_x32 = _mm256_or_si256(_mm256_slli_epi16(all_x32, 7), one_u8x32);
+    }
     if constexpr (Of::kPointBits != 0) {
       if constexpr (Of::kDims == 8) {
         store_index(above(four.high, number), 0);
@@ -135,9 +140,10 @@ struct Set {
     }
   }
 
-  // The signs of eight columns, in the highest bits; never zero.
+  // The signs of eight columns, in the highest bits; never zero, because below them is the lowest bit, which is always set.
   FEWBITS_AVX2_INLINE __m256i signs(size_t eight) const {
-    return _mm256_or_si256(_mm256_slli_epi16(signs_x32, static_cast<int>(7 - eight)), _mm256_set1_epi8(1));
+    if (eight == 0) return first_x32;
+    return _mm256_slli_epi16(signs_x32, static_cast<int>(7 - eight));
   }
 
  private:
