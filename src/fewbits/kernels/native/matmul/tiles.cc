@@ -171,7 +171,7 @@ size_t Tiling::stripe_bytes() const {
 
 TileFunctions find_tiles([[maybe_unused]] const char* isa, [[maybe_unused]] const ByteTraits& bytes) {
 #if defined(__x86_64__)
-  if (bytes.codebook) return !std::strcmp(isa, "avx512") ? tiles_codebook_avx512(bytes) : TileFunctions{};
+  if (bytes.codebook && std::strcmp(isa, "scalar")) return find_codebook_tiles(isa, bytes);
   if (!std::strcmp(isa, "avx512")) return tiles_avx512(bytes);
   if (!std::strcmp(isa, "avx2")) return tiles_avx2(bytes);
 #endif

@@ -313,8 +313,9 @@ TileFunctions functions() {
 
 }  // namespace
 
+bool has_vbmi() { return has_avx512() && __builtin_cpu_supports("avx512vbmi"); }
+
 TileFunctions tiles_codebook_avx512(const ByteTraits& bytes) {
-  if (!has_avx512() || !__builtin_cpu_supports("avx512vbmi")) return {};
   const Codebook& codebook = *bytes.codebook;
   if (codebook.signs == Signs::kOfRun) return functions<Kind<8, 2048, Signs::kOfRun, false>>();
   if (codebook.signs == Signs::kOfPoint) return functions<Kind<8, 2048, Signs::kOfPoint, true>>();
