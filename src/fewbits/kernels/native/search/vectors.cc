@@ -44,6 +44,7 @@ struct OwnedBook {
   std::vector<uint16_t> starts, index;
   std::vector<uint8_t> second;
   std::vector<float> grid;
+  Minima minima;
   Book book;
 
   OwnedBook(size_t dimension, int signs, const std::vector<float>& shifts, const std::vector<float>& levels,
@@ -82,9 +83,31 @@ struct OwnedBook {
             starts.data(),
             second.data(),
             index.data(),
-            grid.data()};
+            grid.data(),
+            0,
+            0,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr};
+    share_minima();
     std::copy(shifts.begin(), shifts.end(), book.shifts);
     std::copy(levels.begin(), levels.end(), book.levels);
+  }
+  void share_minima() {
+    std::vector<std::vector<uint16_t>> sets(book.half_count);
+    for (size_t a = 0; a < book.half_count; ++a) {
+      sets[a].assign(second.begin() + starts[a], second.begin() + starts[a + 1]);
+      std::sort(sets[a].begin(), sets[a].end());
+      sets[a].erase(std::unique(sets[a].begin(), sets[a].end()), sets[a].end());
+    }
+    minima = shared_minima(std::move(sets), book.half_count);
+    book.pair_count = minima.pairs.size() / 2;
+    book.set_count = minima.order.size();
+    book.pairs = minima.pairs.data();
+    book.order = minima.order.data();
+    book.sizes = minima.sizes.data();
+    book.members = minima.members.data();
   }
   OwnedBook(const OwnedBook&) = delete;
   OwnedBook& operator=(const OwnedBook&) = delete;
