@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <numeric>
+#include <stdexcept>
+#include <utility>
 
 namespace fewbits::vectors {
 namespace {
@@ -21,34 +23,46 @@ struct PairCounts {
   std::vector<int> counts;
 };
 
+// The pair that most sets hold, or one of a set that has too many members; neither: two equal places.
+std::pair<uint16_t, uint16_t> next_pair(const Sets& sets, const PairCounts& held) {
+  const auto most = std::max_element(held.counts.begin(), held.counts.end());
+  const auto at = static_cast<size_t>(most - held.counts.begin());
+  if (*most > 1) return {static_cast<uint16_t>(at / held.places), static_cast<uint16_t>(at % held.places)};
+  for (const auto& set : sets)
+    if (set.size() > kMostMembers) return {set[0], set[1]};
+  return {};
+}
+
+uint16_t told(size_t place) { return static_cast<uint16_t>(place * kPlaceBytes); }
+
 }  // namespace
 
 Minima shared_minima(Sets sets, size_t count) {
-  constexpr int kWorthSharing = 2;  // sets; with fewer a pair only adds a store
   Minima made;
   PairCounts held(count + kMostShared);
   for (const auto& set : sets) held.add(set, 1);
   for (size_t next = count; next < count + kMostShared; ++next) {
-    const auto most = std::max_element(held.counts.begin(), held.counts.end());
-    if (*most < kWorthSharing) break;
-    const size_t at = static_cast<size_t>(most - held.counts.begin());
-    const auto low = static_cast<uint16_t>(at / held.places), high = static_cast<uint16_t>(at % held.places);
-    for (auto& set : sets) {  // each is in order
+    const auto [low, high] = next_pair(sets, held);
+    if (low == high) break;
+    for (auto& set : sets) {
       if (!std::binary_search(set.begin(), set.end(), low) || !std::binary_search(set.begin(), set.end(), high)) continue;
       held.add(set, -1);
-      std::erase_if(set, [&](uint16_t place) { return place == low || place == high; });
+      std::erase(set, low);
+      std::erase(set, high);
       set.push_back(static_cast<uint16_t>(next));
       held.add(set, 1);
     }
-    made.pairs.insert(made.pairs.end(), {low, high});
+    made.pairs.insert(made.pairs.end(), {told(low), told(high)});
   }
-  made.order.resize(sets.size());
-  std::iota(made.order.begin(), made.order.end(), uint16_t{0});
-  std::erase_if(made.order, [&](uint16_t i) { return sets[i].empty(); });
-  std::stable_sort(made.order.begin(), made.order.end(), [&](size_t a, size_t b) { return sets[a].size() < sets[b].size(); });
-  for (const uint16_t i : made.order) {
-    made.sizes.push_back(static_cast<uint16_t>(sets[i].size()));
-    made.members.insert(made.members.end(), sets[i].begin(), sets[i].end());
+  std::vector<uint16_t> order(sets.size());
+  std::iota(order.begin(), order.end(), uint16_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return sets[a].size() < sets[b].size(); });
+  for (const uint16_t i : order) {
+    if (sets[i].empty()) continue;
+    if (sets[i].size() > kMostMembers) throw std::length_error("sets of halves share too little");
+    ++made.sets[sets[i].size()];
+    made.order.push_back(told(i));
+    for (const uint16_t place : sets[i]) made.members.push_back(told(place));
   }
   return made;
 }

@@ -11,16 +11,18 @@
 
 namespace fewbits::vectors {
 
-constexpr size_t kMostShared = 256;
+constexpr size_t kMostShared = 256, kMostMembers = 16;
+constexpr size_t kPlaceBytes = 16;  // a place is told in these: one multiplication by 1, 2 or 4 then finds it, which an address has
 
+// Sets are in the order of their sizes, so that the loop over a set is unrolled for each size: half the time of loops that vary.
 struct Minima {
-  std::vector<uint16_t> pairs;    // two places for each new one
-  std::vector<uint16_t> order;    // of the sets: by size, so that the processor foresees where the loop over a set ends
-  std::vector<uint16_t> sizes;    // in that order
-  std::vector<uint16_t> members;  // places of each set, one set after the other
+  std::vector<uint16_t> pairs;       // two places for each new one
+  size_t sets[kMostMembers + 1]{};   // how many have this many members
+  std::vector<uint16_t> members;     // places of each set, one set after the other
+  std::vector<uint16_t> order;       // which set each is, in kPlaceBytes too
 };
 
-// Sets of places 0 to `count` - 1; an empty one is left out.
+// Sets of places 0 to `count` - 1, in order; an empty one is left out.
 Minima shared_minima(std::vector<std::vector<uint16_t>> sets, size_t count);
 
 }  // namespace fewbits::vectors

@@ -85,7 +85,6 @@ struct OwnedBook {
             index.data(),
             grid.data(),
             0,
-            0,
             nullptr,
             nullptr,
             nullptr,
@@ -103,10 +102,9 @@ struct OwnedBook {
     }
     minima = shared_minima(std::move(sets), book.half_count);
     book.pair_count = minima.pairs.size() / 2;
-    book.set_count = minima.order.size();
+    book.sets = minima.sets;
     book.pairs = minima.pairs.data();
     book.order = minima.order.data();
-    book.sizes = minima.sizes.data();
     book.members = minima.members.data();
   }
   OwnedBook(const OwnedBook&) = delete;

@@ -36,8 +36,9 @@ struct Book {
   const uint8_t* second;   // of these points: the second half
   const uint16_t* index;   // and the number
   const float* grid;       // (points, width) by number
-  size_t pair_count, set_count;
-  const uint16_t *pairs, *order, *sizes, *members;  // of Minima: the sets of second halves, by the first
+  size_t pair_count;
+  const size_t* sets;                       // of Minima, as those below: the sets of second halves, by the first
+  const uint16_t *pairs, *order, *members;
 };
 
 struct Fit {
