@@ -20,6 +20,7 @@ from fewbits.formats.storage.grids import grid
 
 Signs = Literal["in the points", "free", "even"]
 FULL_COST, MOST_COST, LEAST_ENERGY = 32767, 65535, 1e-30
+FAINTEST = 2.0**-13  # below this energy vectors are all alike to trials, so that no cost of a large value passes 2^31
 FARTHEST = 1024.0  # beyond it, where float16 scales end, all that counts is the sign: costs stay finite, and those of neighbours differ
 _CHUNK = 1 << 21  # costs of points at a time
 
@@ -74,9 +75,9 @@ class Points(Codebook):
         return _table(self.name, self.unit)
 
     @property
-    def least(self) -> float:
-        """The smallest magnitude of a value."""
-        return min(abs(level + shift) for level in self.table.levels for shift in self.shifts or (0.0,))
+    def faintest(self) -> float:
+        """The energy of a vector of the smallest values, over its weights'."""
+        return max(FAINTEST, min((level + shift) ** 2 for level in self.table.levels for shift in self.shifts or (0.0,)))
 
     @property
     def index_bits(self) -> int:
@@ -106,19 +107,23 @@ class Points(Codebook):
         step = max(1, _CHUNK // max(1, vectors.shape[1] * len(self.table.grid)))
         return torch.cat([self.judged(part, weight)[0] for part in vectors.split(step)])
 
-    def judged(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """x (rows, n, dimension), weight (n, dimension) -> codes (rows, n) int32 and the weighted squared error of each. The native
-        search does the same operations in the same order."""
+    def judged(self, x: Tensor, weight: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
+        """x (rows, n, dimension), weight (n, dimension) -> codes (rows, n) int32 and the weighted squared error of each. Not signed: of
+        `sizes`. The native search does the same operations in the same order."""
         x = x.clamp(-FARTHEST, FARTHEST)
         if self.shifts:
             (first, cost), (second, other) = (self._nearest_points(x - shift, weight) for shift in self.shifts)
             better = other < cost
             return torch.where(better, second | 1 << self.index_bits, first), torch.where(better, other, cost)
-        if self.signs == "in the points":
+        if self.signs == "in the points" or not signed:
             return self._nearest_points(x, weight)
         negative, size = self._sizes(x, weight)
         code, cost = self._nearest_points(size, weight)
         return code | number_of(negative) << (self.points * self.index_bits), cost
+
+    def sizes(self, x: Tensor, weight: Tensor) -> Tensor:
+        """What remains for the points if signs are bits of their own: they do not depend on a positive scale."""
+        return x if self.signs == "in the points" else self._sizes(x, weight)[1]
 
     def _sizes(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Which weights are negative, and their magnitudes. Where signs must be even and are not, one must be wrong: the one that costs
@@ -140,26 +145,24 @@ class Points(Codebook):
             cost = least if i == 0 else cost + least
         return code, cost
 
-    def rough_cost(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The least cost of each vector, as trials of scales compare it: in 16-bit integers, of which 32767 is that of its energy, or of
-        the smallest values where zeros must become these: else vectors of small weights would cost twice their energy at most."""
+    def rough_costs(self, x: Tensor, weight: Tensor, shifts: tuple[float, ...]) -> list[Tensor]:
+        """The least cost of each vector of `sizes` under each shift, as trials of scales compare it: in 16-bit integers, of which 32767 is
+        that of its energy, or of the smallest values where zeros must become these: else vectors of small weights would cost twice their
+        energy at most."""
         square = weight * (x * x)
         energy, mass = square[..., 0], weight[..., 0]
         for j in range(1, self.dimension):
             energy, mass = energy + square[..., j], mass + weight[..., j]
-        energy = torch.maximum(energy, mass * (self.least * self.least))
-        unit = torch.full_like(energy, FULL_COST) / energy.clamp(min=LEAST_ENERGY)  # a number over a tensor would be rounded twice
-        if self.shifts:
-            least = torch.minimum(*(self._rough_points(x - shift, weight, unit) for shift in self.shifts))
-        else:
-            least = self._rough_points(x if self.signs == "in the points" else self._sizes(x, weight)[1], weight, unit)
-        return least.float() / unit
+        energy = torch.maximum(energy, mass * self.faintest).clamp(min=LEAST_ENERGY)
+        unit = torch.full_like(energy, FULL_COST) / energy  # a number over a tensor would be rounded twice
+        weight = weight * unit.unsqueeze(-1)
+        return [self._rough_points(x - shift, weight).float() / unit for shift in shifts]
 
-    def _rough_points(self, x: Tensor, weight: Tensor, unit: Tensor) -> Tensor:
+    def _rough_points(self, x: Tensor, weight: Tensor) -> Tensor:
         width, cost = self.table.grid.shape[1], torch.zeros(x.shape[:-1], dtype=torch.int32)
         for i in range(self.points):
             part = slice(i * width, (i + 1) * width)
-            cost += self.table.rough_cost(x[..., part], weight[..., part], unit)
+            cost += self.table.rough_cost(x[..., part], weight[..., part])
         return cost.clamp(max=MOST_COST)
 
     @property
@@ -196,8 +199,8 @@ class PointTable:
         candidates = torch.where(self.first == half, by_point, torch.inf)
         return self.index[candidates.argmin(-1)], cost.squeeze(-1)
 
-    def rough_cost(self, x: Tensor, weight: Tensor, unit: Tensor) -> Tensor:
-        costs = (self._costs(x, weight) * unit[..., None, None]).clamp(max=MOST_COST).round().int()
+    def rough_cost(self, x: Tensor, weight: Tensor) -> Tensor:
+        costs = self._costs(x, weight).clamp(max=MOST_COST).round().int()
         first, second = (self._half(costs[..., part, :]) for part in (slice(0, self.width), slice(self.width, None)))
         return (first[..., self.first] + second[..., self.second]).clamp(max=MOST_COST).amin(-1)
 

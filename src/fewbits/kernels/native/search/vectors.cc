@@ -30,6 +30,8 @@ using Array = nb::ndarray<Number, nb::ndim<kDimensions>, nb::c_contig, nb::devic
 using Matrix = Array<const float, 2>;
 using List = Array<const float, 1>;
 
+constexpr float kFaintest = 0x1p-13f;  // no cost of a large value passes 2^31, beyond which there are no integers
+
 const Searches& find(const std::string& isa) {
 #if defined(__x86_64__)
   if (isa == "avx512" && has_avx512()) return avx512_searches;
@@ -63,13 +65,14 @@ struct OwnedBook {
     needs(std::is_sorted(starts.begin(), starts.end()) && starts.front() == 0 && starts.back() == count, "points are in order");
     needs(std::all_of(index.begin(), index.end(), [&](size_t i) { return i < count; }), "a number is that of a point");
     needs(std::all_of(second.begin(), second.end(), [&](size_t i) { return i < halves; }), "a half is one of them");
-    needs(signs >= 0 && signs <= 2 && (shifts.empty() || (shifts.size() == 2 && signs == 0)), "there are two shifts or none");
+    needs(signs >= 0 && signs <= 2 && (shifts.empty() || (shifts.size() == 2 && signs == 0 && width == dimension)),
+          "there are two shifts of a whole point or none");
     int bits = 0;
     while (size_t{1} << bits < count) ++bits;
     float least = INFINITY;
     for (const float level : levels)
       for (const float shift : shifts.empty() ? std::vector<float>{0.0f} : shifts)
-        least = std::min(least, std::abs(level + shift));
+        least = std::min(least, (level + shift) * (level + shift));
     book = {dimension,
             width,
             static_cast<Signs>(signs),
@@ -78,7 +81,7 @@ struct OwnedBook {
             bits,
             levels.size(),
             {},
-            least,
+            std::max(kFaintest, least),
             halves,
             starts.data(),
             second.data(),
@@ -139,10 +142,10 @@ void fit(const std::string& isa, const OwnedBook& owned, const std::vector<size_
          const Matrix& x, const List& weight, Array<int8_t, 2> sub, std::optional<Array<int8_t, 2>> shift, Array<uint16_t, 2> d,
          int threads) {
   const Searches& searches = find(isa);
-  needs(sizes.size() == 3 && numbers.size() == 5, "a search has three sizes and five numbers");
-  const Fit given{sizes[0], sizes[1], sizes[2], numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
+  needs(sizes.size() == 4 && numbers.size() == 5, "a search has four sizes and five numbers");
+  const Fit given{sizes[0], sizes[1], sizes[2], sizes[3] != 0, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
   const size_t rows = x.shape(0), cols = x.shape(1);
-  needs((given.group == 16 || given.group == 32) && given.trials >= 2 && given.largest >= 1 && given.largest <= 127,
+  needs((given.group == 16 || given.group == 32) && given.trials >= 3 && given.trials <= kMostTrials && given.largest >= 1 && given.largest <= 127,
         "a group has 16 or 32 weights");
   needs(cols % kBlock == 0 && weight.shape(0) == cols, "blocks have 256 columns, each with an importance");
   needs(sub.shape(0) == rows && sub.shape(1) == cols / given.group && d.shape(0) == rows && d.shape(1) == cols / kBlock,

@@ -17,7 +17,7 @@
 namespace fewbits::vectors {
 
 constexpr size_t kMostDimension = 8, kMostHalves = 81, kMostLevels = 8;
-constexpr size_t kBlock = 256, kMostGroups = 16, kMostColumns = 128;
+constexpr size_t kBlock = 256, kMostGroups = 16, kMostColumns = 128, kMostTrials = 16;
 
 enum class Signs : uint8_t { kInPoints, kFree, kEven };
 
@@ -30,7 +30,7 @@ struct Book {
   int index_bits;
   size_t level_count;
   float levels[kMostLevels];
-  float least;  // magnitude of a value
+  float faintest;  // of a vector's energy, over its weights': below, trials see no difference
   size_t half_count;
   const uint16_t* starts;  // where the points of each first half begin, and the end
   const uint8_t* second;   // of these points: the second half
@@ -43,6 +43,7 @@ struct Book {
 
 struct Fit {
   size_t group, largest, trials;
+  bool by_levels;         // trials look at each weight alone
   float spread;           // of the points: their root mean square
   float low, high, peak;  // between which scales are tried
   float group_shift;      // of all points of a group, up or down; 0: none
