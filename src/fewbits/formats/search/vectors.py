@@ -19,7 +19,7 @@ from torch import Tensor
 from fewbits.devices import processor
 from fewbits.formats.search.groups import float16_scale, total
 from fewbits.formats.search.integers import LARGEST, inverted
-from fewbits.formats.storage.codebooks import LEAST_ENERGY, native_isa, normalised
+from fewbits.formats.storage.codebooks import LEAST_ENERGY, all_finite, native_isa, normalised
 
 if TYPE_CHECKING:
     from fewbits.formats import Grid, How
@@ -40,7 +40,7 @@ class VectorSearch:
 
     def fit(self, w: Tensor, importance: Tensor | None, how: How) -> Grid:
         weight = torch.ones(w.shape[1]) if importance is None else normalised(importance)
-        if how == "search" and (isa := native_isa()) is not None and w.numel() and bool(w.isfinite().all()):
+        if how == "search" and (isa := native_isa()) is not None and w.numel() and all_finite(w):
             return self._native(isa, w.detach().float().contiguous(), weight)
         return _Rows(self, w, weight).fit(how)
 

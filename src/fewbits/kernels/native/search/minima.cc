@@ -35,10 +35,28 @@ std::pair<uint16_t, uint16_t> next_pair(const Sets& sets, const PairCounts& held
 
 uint16_t told(size_t place) { return static_cast<uint16_t>(place * kPlaceBytes); }
 
+using Pairs = std::vector<std::pair<uint16_t, uint16_t>>;
+
+// By how many others they wait for, so that a processor finds pairs side by side that wait for none: a store takes some cycles until
+// it can be loaded. Returns the new places, by the old.
+std::vector<uint16_t> by_depth(Pairs& pairs, size_t count) {
+  std::vector<size_t> depth(count), order(pairs.size());
+  for (const auto& [low, high] : pairs) depth.push_back(1 + std::max(depth[low], depth[high]));
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return depth[count + a] < depth[count + b]; });
+  std::vector<uint16_t> moved(count + pairs.size());
+  std::iota(moved.begin(), moved.end(), uint16_t{0});
+  for (size_t i = 0; i < order.size(); ++i) moved[count + order[i]] = static_cast<uint16_t>(count + i);
+  Pairs sorted;
+  for (const size_t i : order) sorted.emplace_back(moved[pairs[i].first], moved[pairs[i].second]);
+  pairs = std::move(sorted);
+  return moved;
+}
+
 }  // namespace
 
 Minima shared_minima(Sets sets, size_t count) {
-  Minima made;
+  Pairs pairs;
   PairCounts held(count + kMostShared);
   for (const auto& set : sets) held.add(set, 1);
   for (size_t next = count; next < count + kMostShared; ++next) {
@@ -52,8 +70,11 @@ Minima shared_minima(Sets sets, size_t count) {
       set.push_back(static_cast<uint16_t>(next));
       held.add(set, 1);
     }
-    made.pairs.insert(made.pairs.end(), {told(low), told(high)});
+    pairs.emplace_back(low, high);
   }
+  Minima made;
+  const std::vector<uint16_t> moved = by_depth(pairs, count);
+  for (const auto& [low, high] : pairs) made.pairs.insert(made.pairs.end(), {told(low), told(high)});
   std::vector<uint16_t> order(sets.size());
   std::iota(order.begin(), order.end(), uint16_t{0});
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return sets[a].size() < sets[b].size(); });
@@ -62,7 +83,7 @@ Minima shared_minima(Sets sets, size_t count) {
     if (sets[i].size() > kMostMembers) throw std::length_error("sets of halves share too little");
     ++made.sets[sets[i].size()];
     made.order.push_back(told(i));
-    for (const uint16_t place : sets[i]) made.members.push_back(told(place));
+    for (const uint16_t place : sets[i]) made.members.push_back(told(moved[place]));
   }
   return made;
 }

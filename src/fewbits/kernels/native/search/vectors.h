@@ -32,13 +32,21 @@ struct Book {
   float levels[kMostLevels];
   float faintest;  // of a vector's energy, over its weights': below, trials see no difference
   size_t half_count;
-  const uint16_t* starts;  // where the points of each first half begin, and the end
-  const uint8_t* second;   // of these points: the second half
-  const uint16_t* index;   // and the number
+  const int16_t* numbers;  // of the point of a first half and a second, first by first; -1: there is none
   const float* grid;       // (points, width) by number
   size_t pair_count;
   const size_t* sets;                       // of Minima, as those below: the sets of second halves, by the first
   const uint16_t *pairs, *order, *members;
+};
+
+// Rows of weights. A group of columns has a scale, and what is taken from the weights before they are divided by it.
+struct NearestRows {
+  const float* x;
+  const float* weight;  // of each column
+  size_t cols, group;
+  const float* scale;   // (rows, groups); null: 1
+  const float* offset;  // may be null
+  int32_t* codes;
 };
 
 struct Fit {
@@ -77,7 +85,7 @@ struct Tile {
 
 struct Searches {
   size_t lanes;
-  void (*nearest)(const Book&, const float* x, const float* weight, size_t cols, size_t begin, size_t end, int32_t* codes);
+  void (*nearest)(const Book&, const NearestRows&, size_t begin, size_t end);
   void (*fit)(const Book&, const Fit&, const FitRows&, size_t begin, size_t end);
   void (*visit)(const Book&, const Tile&, size_t begin, size_t end);
 };
