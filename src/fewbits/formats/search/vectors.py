@@ -169,7 +169,7 @@ class _Rows:
         """d by least squares for the codes under this one."""
         shift = torch.where(down, -self.search.shift, self.search.shift)[..., None, None]
         unit = self.x * inverted(sub * self._of_groups(d))[..., None, None] - shift
-        codes, _ = self.points.judged(unit.flatten(1, 2), self.weight.flatten(0, 1), signed=False)
+        codes = self.points.rough_codes(unit.flatten(1, 2), self.weight.flatten(0, 1))
         values = (self.points.values(codes).reshape(unit.shape) + shift) * sub[..., None, None]
         along, size = (total((self.weight * one * values).flatten(2), 2) for one in (self.x, values))
         return float16_scale(self._of_blocks(along) / self._of_blocks(size).clamp(min=LEAST_ENERGY))

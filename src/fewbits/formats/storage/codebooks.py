@@ -115,15 +115,15 @@ class Points(Codebook):
         step = max(1, _CHUNK // max(1, vectors.shape[1] * len(self.table.grid)))
         return torch.cat([self.judged(part, weight)[0] for part in vectors.split(step)])
 
-    def judged(self, x: Tensor, weight: Tensor, signed: bool = True) -> tuple[Tensor, Tensor]:
-        """x (rows, n, dimension), weight (n, dimension) -> codes (rows, n) int32 and the weighted squared error of each. Not signed: of
-        `sizes`. The native search does the same operations in the same order."""
+    def judged(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """x (rows, n, dimension), weight (n, dimension) -> codes (rows, n) int32 and the weighted squared error of each. The native
+        search does the same operations in the same order."""
         x = x.clamp(-FARTHEST, FARTHEST)
         if self.shifts:
             (first, cost), (second, other) = (self._nearest_points(x - shift, weight) for shift in self.shifts)
             better = other < cost
             return torch.where(better, second | 1 << self.index_bits, first), torch.where(better, other, cost)
-        if self.signs == "in the points" or not signed:
+        if self.signs == "in the points":
             return self._nearest_points(x, weight)
         negative, size = self._sizes(x, weight)
         code, cost = self._nearest_points(size, weight)
@@ -157,21 +157,35 @@ class Points(Codebook):
         """The least cost of each vector of `sizes` under each shift, as trials of scales compare it: in 16-bit integers, of which 32767 is
         that of its energy, or of the smallest values where zeros must become these: else vectors of small weights would cost twice their
         energy at most."""
+        unit = self._cost_unit(x, weight)
+        weight = weight * unit.unsqueeze(-1)
+        return [self._rough_points(x - shift, weight)[1].float() / unit for shift in shifts]
+
+    def rough_codes(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The codes of these costs."""
+        weight = weight * self._cost_unit(x, weight).unsqueeze(-1)
+        if not self.shifts:
+            return self._rough_points(x, weight)[0]
+        (first, cost), (second, other) = (self._rough_points(x - shift, weight) for shift in self.shifts)
+        return torch.where(other < cost, second | 1 << self.index_bits, first)
+
+    def _cost_unit(self, x: Tensor, weight: Tensor) -> Tensor:
         square = weight * (x * x)
         energy, mass = square[..., 0], weight[..., 0]
         for j in range(1, self.dimension):
             energy, mass = energy + square[..., j], mass + weight[..., j]
         energy = torch.maximum(energy, mass * self.faintest).clamp(min=LEAST_ENERGY)
-        unit = torch.full_like(energy, FULL_COST) / energy  # a number over a tensor would be rounded twice
-        weight = weight * unit.unsqueeze(-1)
-        return [self._rough_points(x - shift, weight).float() / unit for shift in shifts]
+        return torch.full_like(energy, FULL_COST) / energy  # a number over a tensor would be rounded twice
 
-    def _rough_points(self, x: Tensor, weight: Tensor) -> Tensor:
-        width, cost = self.table.grid.shape[1], torch.zeros(x.shape[:-1], dtype=torch.int32)
+    def _rough_points(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        width = self.table.grid.shape[1]
+        code, cost = torch.zeros(x.shape[:-1], dtype=torch.int32), torch.zeros(x.shape[:-1], dtype=torch.int32)
         for i in range(self.points):
             part = slice(i * width, (i + 1) * width)
-            cost += self.table.rough_cost(x[..., part], weight[..., part])
-        return cost.clamp(max=MOST_COST)
+            index, least = self.table.rough_nearest(x[..., part], weight[..., part])
+            code |= index.int() << (i * self.index_bits)
+            cost = (cost + least).clamp(max=MOST_COST)
+        return code, cost
 
     @property
     def native(self) -> Any:
@@ -199,18 +213,21 @@ class PointTable:
         return self.grid.shape[1] // 2
 
     def nearest(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:  # (..., 4 or 8) -> number and cost of a point (...)
-        first, second = (self._half(self._costs(x, weight)[..., part, :]) for part in (slice(0, self.width), slice(self.width, None)))
-        by_point = second[..., self.second]
-        least = torch.full_like(first, torch.inf)
-        least = least.scatter_reduce(-1, self.first.expand(by_point.shape), by_point, "amin")
-        cost, half = (first + least).min(-1, keepdim=True)
-        candidates = torch.where(self.first == half, by_point, torch.inf)
-        return self.index[candidates.argmin(-1)], cost.squeeze(-1)
+        return self._cheapest(self._costs(x, weight), torch.inf, torch.inf)
 
-    def rough_cost(self, x: Tensor, weight: Tensor) -> Tensor:
-        costs = self._costs(x, weight).clamp(max=MOST_COST).round().int()
+    def rough_nearest(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """In 16-bit integers."""
+        return self._cheapest(self._costs(x, weight).clamp(max=MOST_COST).round().int(), MOST_COST, 2 * MOST_COST)
+
+    def _cheapest(self, costs: Tensor, most: float, beyond: float) -> tuple[Tensor, Tensor]:
+        """(..., 4 or 8, levels): costs; sums are `most` at most, and what is no point costs `beyond`."""
         first, second = (self._half(costs[..., part, :]) for part in (slice(0, self.width), slice(self.width, None)))
-        return (first[..., self.first] + second[..., self.second]).clamp(max=MOST_COST).amin(-1)
+        by_point = second[..., self.second]
+        least = torch.full_like(first, beyond)
+        least = least.scatter_reduce(-1, self.first.expand(by_point.shape), by_point, "amin")
+        cost, half = torch.where(least < beyond, (first + least).clamp(max=most), beyond).min(-1, keepdim=True)
+        candidates = torch.where(self.first == half, by_point, beyond)
+        return self.index[candidates.argmin(-1)], cost.squeeze(-1)
 
     def _costs(self, x: Tensor, weight: Tensor) -> Tensor:  # (..., 4 or 8, levels)
         away = x.unsqueeze(-1) - torch.tensor(self.levels)

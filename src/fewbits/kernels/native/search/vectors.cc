@@ -44,6 +44,7 @@ const Searches& find(const std::string& isa) {
 // A codebook and the memory that it points to.
 struct OwnedBook {
   std::vector<int16_t> numbers;
+  std::vector<uint8_t> begun;
   std::vector<float> grid;
   Minima minima;
   Book book{};
@@ -94,8 +95,10 @@ struct OwnedBook {
     for (size_t a = 0; a < halves; ++a)
       for (size_t b = 0; b < halves; ++b)
         if (numbers[a * halves + b] >= 0) sets[a].push_back(static_cast<uint16_t>(b));
+    for (const auto& set : sets) begun.push_back(!set.empty());
     minima = shared_minima(std::move(sets), halves);
     book.numbers = numbers.data();
+    book.begun = begun.data();
     book.pair_count = minima.pairs.size() / 2;
     book.sets = minima.sets;
     book.pairs = minima.pairs.data();

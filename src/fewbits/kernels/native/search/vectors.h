@@ -33,6 +33,7 @@ struct Book {
   float faintest;  // of a vector's energy, over its weights': below, trials see no difference
   size_t half_count;
   const int16_t* numbers;  // of the point of a first half and a second, first by first; -1: there is none
+  const uint8_t* begun;    // whether a point has this first half
   const float* grid;       // (points, width) by number
   size_t pair_count;
   const size_t* sets;                       // of Minima, as those below: the sets of second halves, by the first
