@@ -141,9 +141,11 @@ class _Rows:
         """Integers and d for the scales that are wanted."""
         s = self.search
         d = float16_scale(wanted.unflatten(1, (-1, s.groups)).amax(2) / s.largest)
-        sub = _odd(wanted * inverted(self._of_groups(d)), s.largest)
+        ratio = wanted * inverted(self._of_groups(d))
+        sub = _odd(ratio, s.largest)
         error, down = self.tried(sub * self._of_groups(d))
-        for step in (-2, 2) if refine else ():
+        steps: tuple[Tensor | int, ...] = (torch.where(ratio < sub, -2, 2),) if s.by_levels else (-2, 2)
+        for step in steps if refine else ():
             trial = (sub + step).clamp(1, s.largest)
             trial_error, trial_down = self.tried(trial * self._of_groups(d))
             better = trial_error < error
