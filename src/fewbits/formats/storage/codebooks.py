@@ -108,8 +108,8 @@ class Points(Codebook):
             processor.native().nearest_vectors(isa, self.native, *arrays, *given, torch.get_num_threads())
             return found
         if scale is not None:
-            each = [None if one is None else one.repeat_interleave(w.shape[1] // one.shape[1], 1) for one in (scale, offset)]
-            w = codes.unit_values(w, *each)
+            group = w.shape[1] // scale.shape[1]
+            w = codes.unit_values(w, scale.repeat_interleave(group, 1), None if offset is None else offset.repeat_interleave(group, 1))
         vectors = w.unflatten(1, (-1, self.dimension))
         weight = weight.reshape(vectors.shape[1:])
         step = max(1, _CHUNK // max(1, vectors.shape[1] * len(self.table.grid)))

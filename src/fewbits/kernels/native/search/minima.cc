@@ -37,8 +37,8 @@ uint16_t told(size_t place) { return static_cast<uint16_t>(place * kPlaceBytes);
 
 using Pairs = std::vector<std::pair<uint16_t, uint16_t>>;
 
-// By how many others they wait for, so that a processor finds pairs side by side that wait for none: a store takes some cycles until
-// it can be loaded. Returns the new places, by the old.
+// By how many others they wait for, so that a processor finds pairs side by side that wait for none: a store takes some cycles
+// until it can be loaded. Returns the new places, by the old.
 std::vector<uint16_t> by_depth(Pairs& pairs, size_t count) {
   std::vector<size_t> depth(count), order(pairs.size());
   for (const auto& [low, high] : pairs) depth.push_back(1 + std::max(depth[low], depth[high]));

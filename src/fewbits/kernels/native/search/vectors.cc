@@ -128,10 +128,12 @@ void nearest(const std::string& isa, const OwnedBook& owned, const Matrix& x, co
   const size_t groups = scale ? scale->shape(1) : 1;
   needs(!scale || (scale->shape(0) == rows && groups > 0 && cols % groups == 0 && cols / groups % d == 0),
         "there is a scale for each group of vectors");
-  needs(!offset || (scale && offset->shape(0) == rows && offset->shape(1) == groups), "there is an offset for each scale, or none");
+  needs(!offset || (scale && offset->shape(0) == rows && offset->shape(1) == groups),
+        "there is an offset for each scale, or none");
   nb::gil_scoped_release released;
-  const NearestRows of{x.data(),        weight.data(), cols, cols / groups, scale ? scale->data() : nullptr,
-                       offset ? offset->data() : nullptr, codes.data()};
+  const NearestRows of{
+      x.data(),    weight.data(), cols, cols / groups, scale ? scale->data() : nullptr, offset ? offset->data() : nullptr,
+      codes.data()};
   in_shares(rows, rows * cols, searches.lanes, threads,
             [&](size_t begin, size_t end) { searches.nearest(owned.book, of, begin, end); });
 }
@@ -143,8 +145,10 @@ void fit(const std::string& isa, const OwnedBook& owned, const std::vector<size_
   needs(sizes.size() == 4 && numbers.size() == 5, "a search has four sizes and five numbers");
   const Fit given{sizes[0], sizes[1], sizes[2], sizes[3] != 0, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
   const size_t rows = x.shape(0), cols = x.shape(1);
-  needs((given.group == 16 || given.group == 32) && given.trials >= 3 && given.trials <= kMostTrials && given.largest >= 1 && given.largest <= 127,
+  needs((given.group == 16 || given.group == 32) && given.trials >= 3 && given.trials <= kMostTrials && given.largest >= 1 &&
+            given.largest <= 127,
         "a group has 16 or 32 weights");
+  needs(!given.by_levels || owned.book.level_count == 3, "each weight alone is asked about three levels");
   needs(cols % kBlock == 0 && weight.shape(0) == cols, "blocks have 256 columns, each with an importance");
   needs(sub.shape(0) == rows && sub.shape(1) == cols / given.group && d.shape(0) == rows && d.shape(1) == cols / kBlock,
         "there is an integer for each group and a scale for each block");

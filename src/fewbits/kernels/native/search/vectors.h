@@ -2,8 +2,8 @@
 // (formats/search/vectors.py) and error feedback, vector by vector (methods/error_feedback/vectors.py).
 //
 // Layout: a lane is a row; all lanes look at the same columns, which have one importance. A point is two halves, and there are at
-// most 81 halves: their costs are computed first. For each first half the cheapest of its second halves is found; what the sets of
-// these share is found once (search/minima.h). All points are looked at, so that the result is exact.
+// most 81 halves: their costs are computed first. For each first half the cheapest of its second halves is found; what the sets
+// of these share is found once (search/minima.h). All points are looked at, so that the result is exact.
 //
 // Trials of scales compare sums in 16 bits, two rows in a lane; codes are chosen in float32. Every instruction set does the same
 // operations in the same order, so that the bytes are the same.
@@ -36,7 +36,7 @@ struct Book {
   const uint8_t* begun;    // whether a point has this first half
   const float* grid;       // (points, width) by number
   size_t pair_count;
-  const size_t* sets;                       // of Minima, as those below: the sets of second halves, by the first
+  const size_t* sets;  // of Minima, as those below: the sets of second halves, by the first
   const uint16_t *pairs, *order, *members;
 };
 
