@@ -223,7 +223,7 @@ def test_threads_change_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arrays_that_do_not_belong_together_are_refused() -> None:
     native, points = processor.native(), book(formats.get("iq3_s"))
     x, weight, codes = torch.randn(2, 256).numpy(), torch.ones(256).numpy(), torch.zeros(2, 64, dtype=torch.int32).numpy()
-    native.nearest_vectors("scalar", points.native, x, weight, codes, 1)
+    native.nearest_vectors("scalar", points.native, x, weight, codes, None, None, 1)
     narrow = x[:, :254].copy()
     for wrong in (
         ("mmx", x, weight, codes),
@@ -232,6 +232,6 @@ def test_arrays_that_do_not_belong_together_are_refused() -> None:
         ("scalar", x, weight, codes[:1]),
     ):
         with pytest.raises(ValueError):
-            native.nearest_vectors(wrong[0], points.native, *wrong[1:], 1)
+            native.nearest_vectors(wrong[0], points.native, *wrong[1:], None, None, 1)
     with pytest.raises(ValueError):
-        native.VectorBook(8, 0, (), (1.0, 2.0), [0, 1], [0], [0], torch.ones(1, 8).numpy())
+        native.VectorBook(8, 0, (), (1.0, 2.0), [0], [0], torch.ones(1, 8).numpy())

@@ -45,15 +45,20 @@ class Vectors(Blocks):
     def encode(self, w: Tensor, grid: Grid, importance: Tensor | None = None) -> Tensor:
         from fewbits.formats.storage.codebooks import normalised
 
-        return super().encode(w, grid, None if importance is None else normalised(importance))
+        weigh = None if importance is None else normalised(importance)
+        return self.codebook.encoded(w, *self.of_groups(grid), weigh)
+
+    def of_groups(self, grid: Grid) -> tuple[Tensor, Tensor | None]:
+        """(rows, groups): scale and offset."""
+        scale = grid["d"].float().repeat_interleave(self.groups, 1) * grid["sub"].float()
+        return scale, scale * grid["shift"].float() * self.group_shift if self.group_shift else None
 
     def affine(self, grid: Grid, columns: Columns = slice(None)) -> tuple[Tensor, Tensor | None]:
         from fewbits.formats.storage.codes import spread
 
         assert self.group
-        scale = grid["d"].float().repeat_interleave(self.groups, 1) * grid["sub"].float()
-        offset = spread(scale * grid["shift"].float() * self.group_shift, self.group, columns) if self.group_shift else None
-        return spread(scale, self.group, columns), offset
+        scale, offset = self.of_groups(grid)
+        return spread(scale, self.group, columns), None if offset is None else spread(offset, self.group, columns)
 
 
 def nibbles(values: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from fewbits.formats.storage.grids import grid
 
 Signs = Literal["in the points", "free", "even"]
 FULL_COST, MOST_COST, LEAST_ENERGY = 32767, 65535, 1e-30
+FAINTEST = 2.0**-13  # below this energy vectors are all alike to trials, so that no cost of a large value passes 2^31
 FARTHEST = 1024.0  # beyond it, where float16 scales end, all that counts is the sign: costs stay finite, and those of neighbours differ
 _CHUNK = 1 << 21  # costs of points at a time
 
@@ -74,9 +75,9 @@ class Points(Codebook):
         return _table(self.name, self.unit)
 
     @property
-    def least(self) -> float:
-        """The smallest magnitude of a value."""
-        return min(abs(level + shift) for level in self.table.levels for shift in self.shifts or (0.0,))
+    def faintest(self) -> float:
+        """The energy of a vector of the smallest values, over its weights'."""
+        return max(FAINTEST, min((level + shift) ** 2 for level in self.table.levels for shift in self.shifts or (0.0,)))
 
     @property
     def index_bits(self) -> int:
@@ -94,14 +95,22 @@ class Points(Codebook):
         return vectors.flatten(-2)
 
     def nearest(self, x: Tensor, importance: Tensor | None = None) -> Tensor:
-        x = x.float()
-        weight = torch.ones(x.shape[1]) if importance is None else importance.float()
-        if (isa := native_isa()) is not None and x.numel() and not bool(x.isnan().any()):
-            found = torch.empty((len(x), x.shape[1] // self.dimension), dtype=torch.int32)
-            rows, columns = x.contiguous().numpy(), weight.contiguous().numpy()
-            processor.native().nearest_vectors(isa, self.native, rows, columns, found.numpy(), torch.get_num_threads())
+        return self.encoded(x, None, None, importance)
+
+    def encoded(self, w: Tensor, scale: Tensor | None, offset: Tensor | None, importance: Tensor | None) -> Tensor:
+        """w (rows, cols), the scale and offset of groups of columns (rows, groups) -> codes."""
+        w = w.float()
+        weight = torch.ones(w.shape[1]) if importance is None else importance.float()
+        if (isa := native_isa()) is not None and w.numel() and all_finite(w) and (scale is None or all_finite(scale)):
+            found = torch.empty((len(w), w.shape[1] // self.dimension), dtype=torch.int32)
+            arrays = w.contiguous().numpy(), weight.contiguous().numpy(), found.numpy()
+            given: list[Any] = [None if one is None else one.contiguous().numpy() for one in (scale, offset)]
+            processor.native().nearest_vectors(isa, self.native, *arrays, *given, torch.get_num_threads())
             return found
-        vectors = x.unflatten(1, (-1, self.dimension))
+        if scale is not None:
+            group = w.shape[1] // scale.shape[1]
+            w = codes.unit_values(w, scale.repeat_interleave(group, 1), None if offset is None else offset.repeat_interleave(group, 1))
+        vectors = w.unflatten(1, (-1, self.dimension))
         weight = weight.reshape(vectors.shape[1:])
         step = max(1, _CHUNK // max(1, vectors.shape[1] * len(self.table.grid)))
         return torch.cat([self.judged(part, weight)[0] for part in vectors.split(step)])
@@ -119,6 +128,10 @@ class Points(Codebook):
         negative, size = self._sizes(x, weight)
         code, cost = self._nearest_points(size, weight)
         return code | number_of(negative) << (self.points * self.index_bits), cost
+
+    def sizes(self, x: Tensor, weight: Tensor) -> Tensor:
+        """What remains for the points if signs are bits of their own: they do not depend on a positive scale."""
+        return x if self.signs == "in the points" else self._sizes(x, weight)[1]
 
     def _sizes(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Which weights are negative, and their magnitudes. Where signs must be even and are not, one must be wrong: the one that costs
@@ -140,27 +153,39 @@ class Points(Codebook):
             cost = least if i == 0 else cost + least
         return code, cost
 
-    def rough_cost(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The least cost of each vector, as trials of scales compare it: in 16-bit integers, of which 32767 is that of its energy, or of
-        the smallest values where zeros must become these: else vectors of small weights would cost twice their energy at most."""
+    def rough_costs(self, x: Tensor, weight: Tensor, shifts: tuple[float, ...]) -> list[Tensor]:
+        """The least cost of each vector of `sizes` under each shift, as trials of scales compare it: in 16-bit integers, of which 32767 is
+        that of its energy, or of the smallest values where zeros must become these: else vectors of small weights would cost twice their
+        energy at most."""
+        unit = self._cost_unit(x, weight)
+        weight = weight * unit.unsqueeze(-1)
+        return [self._rough_points(x - shift, weight)[1].float() / unit for shift in shifts]
+
+    def rough_codes(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The codes of these costs."""
+        weight = weight * self._cost_unit(x, weight).unsqueeze(-1)
+        if not self.shifts:
+            return self._rough_points(x, weight)[0]
+        (first, cost), (second, other) = (self._rough_points(x - shift, weight) for shift in self.shifts)
+        return torch.where(other < cost, second | 1 << self.index_bits, first)
+
+    def _cost_unit(self, x: Tensor, weight: Tensor) -> Tensor:
         square = weight * (x * x)
         energy, mass = square[..., 0], weight[..., 0]
         for j in range(1, self.dimension):
             energy, mass = energy + square[..., j], mass + weight[..., j]
-        energy = torch.maximum(energy, mass * (self.least * self.least))
-        unit = torch.full_like(energy, FULL_COST) / energy.clamp(min=LEAST_ENERGY)  # a number over a tensor would be rounded twice
-        if self.shifts:
-            least = torch.minimum(*(self._rough_points(x - shift, weight, unit) for shift in self.shifts))
-        else:
-            least = self._rough_points(x if self.signs == "in the points" else self._sizes(x, weight)[1], weight, unit)
-        return least.float() / unit
+        energy = torch.maximum(energy, mass * self.faintest).clamp(min=LEAST_ENERGY)
+        return torch.full_like(energy, FULL_COST) / energy  # a number over a tensor would be rounded twice
 
-    def _rough_points(self, x: Tensor, weight: Tensor, unit: Tensor) -> Tensor:
-        width, cost = self.table.grid.shape[1], torch.zeros(x.shape[:-1], dtype=torch.int32)
+    def _rough_points(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        width = self.table.grid.shape[1]
+        code, cost = torch.zeros(x.shape[:-1], dtype=torch.int32), torch.zeros(x.shape[:-1], dtype=torch.int32)
         for i in range(self.points):
             part = slice(i * width, (i + 1) * width)
-            cost += self.table.rough_cost(x[..., part], weight[..., part], unit)
-        return cost.clamp(max=MOST_COST)
+            index, least = self.table.rough_nearest(x[..., part], weight[..., part])
+            code |= index.int() << (i * self.index_bits)
+            cost = (cost + least).clamp(max=MOST_COST)
+        return code, cost
 
     @property
     def native(self) -> Any:
@@ -188,18 +213,21 @@ class PointTable:
         return self.grid.shape[1] // 2
 
     def nearest(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:  # (..., 4 or 8) -> number and cost of a point (...)
-        first, second = (self._half(self._costs(x, weight)[..., part, :]) for part in (slice(0, self.width), slice(self.width, None)))
-        by_point = second[..., self.second]
-        least = torch.full_like(first, torch.inf)
-        least = least.scatter_reduce(-1, self.first.expand(by_point.shape), by_point, "amin")
-        cost, half = (first + least).min(-1, keepdim=True)
-        candidates = torch.where(self.first == half, by_point, torch.inf)
-        return self.index[candidates.argmin(-1)], cost.squeeze(-1)
+        return self._cheapest(self._costs(x, weight), torch.inf, torch.inf)
 
-    def rough_cost(self, x: Tensor, weight: Tensor, unit: Tensor) -> Tensor:
-        costs = (self._costs(x, weight) * unit[..., None, None]).clamp(max=MOST_COST).round().int()
+    def rough_nearest(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """In 16-bit integers."""
+        return self._cheapest(self._costs(x, weight).clamp(max=MOST_COST).round().int(), MOST_COST, 2 * MOST_COST)
+
+    def _cheapest(self, costs: Tensor, most: float, beyond: float) -> tuple[Tensor, Tensor]:
+        """(..., 4 or 8, levels): costs; sums are `most` at most, and what is no point costs `beyond`."""
         first, second = (self._half(costs[..., part, :]) for part in (slice(0, self.width), slice(self.width, None)))
-        return (first[..., self.first] + second[..., self.second]).clamp(max=MOST_COST).amin(-1)
+        by_point = second[..., self.second]
+        least = torch.full_like(first, beyond)
+        least = least.scatter_reduce(-1, self.first.expand(by_point.shape), by_point, "amin")
+        cost, half = torch.where(least < beyond, (first + least).clamp(max=most), beyond).min(-1, keepdim=True)
+        candidates = torch.where(self.first == half, by_point, beyond)
+        return self.index[candidates.argmin(-1)], cost.squeeze(-1)
 
     def _costs(self, x: Tensor, weight: Tensor) -> Tensor:  # (..., 4 or 8, levels)
         away = x.unsqueeze(-1) - torch.tensor(self.levels)
@@ -230,10 +258,9 @@ def _table(name: str, unit: float) -> PointTable:
 @cache
 def _native(points: Points) -> Any:
     table = points.table
-    starts = torch.searchsorted(table.first, torch.arange(table.halves + 1))
-    lists = (starts.tolist(), table.second.tolist(), table.index.tolist())
+    first, second = (half[table.index.argsort()].tolist() for half in (table.first, table.second))
     signs = ("in the points", "free", "even").index(points.signs)
-    return processor.native().VectorBook(points.dimension, signs, points.shifts, table.levels, *lists, table.grid.numpy())
+    return processor.native().VectorBook(points.dimension, signs, points.shifts, table.levels, first, second, table.grid.numpy())
 
 
 def native_isa() -> str | None:
@@ -245,6 +272,11 @@ def normalised(importance: Tensor) -> Tensor:
     """Of mean 1. Columns that are never used keep a millionth, so that they get the codes nearest to them all the same."""
     mean = importance.float().mean()
     return (importance.float() / mean if mean > 0 else torch.ones_like(importance)).clamp(min=1e-6)
+
+
+def all_finite(x: Tensor) -> bool:
+    low, high = x.aminmax()  # a tenth of the time that x.isfinite() takes
+    return bool((high - low).isfinite())
 
 
 def bits_of(numbers: Tensor, count: int) -> Tensor:

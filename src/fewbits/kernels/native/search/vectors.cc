@@ -30,6 +30,8 @@ using Array = nb::ndarray<Number, nb::ndim<kDimensions>, nb::c_contig, nb::devic
 using Matrix = Array<const float, 2>;
 using List = Array<const float, 1>;
 
+constexpr float kFaintest = 0x1p-13f;  // no cost of a large value passes 2^31, beyond which there are no integers
+
 const Searches& find(const std::string& isa) {
 #if defined(__x86_64__)
   if (isa == "avx512" && has_avx512()) return avx512_searches;
@@ -41,53 +43,68 @@ const Searches& find(const std::string& isa) {
 
 // A codebook and the memory that it points to.
 struct OwnedBook {
-  std::vector<uint16_t> starts, index;
-  std::vector<uint8_t> second;
+  std::vector<int16_t> numbers;
+  std::vector<uint8_t> begun;
   std::vector<float> grid;
-  Book book;
+  Minima minima;
+  Book book{};
 
+  // Of each point, in the order of their numbers: the halves.
   OwnedBook(size_t dimension, int signs, const std::vector<float>& shifts, const std::vector<float>& levels,
-            const std::vector<int>& given_starts, const std::vector<int>& given_second, const std::vector<int>& given_index,
-            const Matrix& points)
-      : starts(given_starts.begin(), given_starts.end()),
-        index(given_index.begin(), given_index.end()),
-        second(given_second.begin(), given_second.end()),
-        grid(points.data(), points.data() + points.size()) {
-    const size_t width = points.shape(1), count = points.shape(0), halves = starts.empty() ? 0 : starts.size() - 1;
+            const std::vector<size_t>& first, const std::vector<size_t>& second, const Matrix& points)
+      : grid(points.data(), points.data() + points.size()) {
+    const size_t width = points.shape(1), count = points.shape(0), halves = width == 8 ? 81 : 64;
+    const auto is_half = [&](size_t i) { return i < halves; };
     needs((dimension == 4 || dimension == 8) && (width == 4 || width == 8) && dimension % width == 0,
           "vectors have 4 or 8 weights");
-    needs(levels.size() == (width == 8 ? 3 : 8) && halves == (width == 8 ? 81 : 64),
-          "a half is four of three levels or two of eight");
-    needs(count >= 2 && count <= 4096 && index.size() == count && second.size() == count, "each point has a number and a half");
-    needs(std::is_sorted(starts.begin(), starts.end()) && starts.front() == 0 && starts.back() == count, "points are in order");
-    needs(std::all_of(index.begin(), index.end(), [&](size_t i) { return i < count; }), "a number is that of a point");
-    needs(std::all_of(second.begin(), second.end(), [&](size_t i) { return i < halves; }), "a half is one of them");
-    needs(signs >= 0 && signs <= 2 && (shifts.empty() || (shifts.size() == 2 && signs == 0)), "there are two shifts or none");
-    int bits = 0;
-    while (size_t{1} << bits < count) ++bits;
+    needs(levels.size() == (width == 8 ? 3 : 8), "a half is four of three levels or two of eight");
+    needs(count >= 2 && count <= 4096 && first.size() == count && second.size() == count, "each point has two halves");
+    needs(std::all_of(first.begin(), first.end(), is_half) && std::all_of(second.begin(), second.end(), is_half),
+          "a half is one of them");
+    needs(signs >= 0 && signs <= 2 && (shifts.empty() || (shifts.size() == 2 && signs == 0 && width == dimension)),
+          "there are two shifts of a whole point or none");
+    book.dimension = dimension;
+    book.width = width;
+    book.signs = static_cast<Signs>(signs);
+    book.shift_count = shifts.size();
+    while (size_t{1} << book.index_bits < count) ++book.index_bits;
+    book.level_count = levels.size();
+    book.half_count = halves;
+    book.grid = grid.data();
+    std::copy(shifts.begin(), shifts.end(), book.shifts);
+    std::copy(levels.begin(), levels.end(), book.levels);
     float least = INFINITY;
     for (const float level : levels)
       for (const float shift : shifts.empty() ? std::vector<float>{0.0f} : shifts)
-        least = std::min(least, std::abs(level + shift));
-    book = {dimension,
-            width,
-            static_cast<Signs>(signs),
-            {},
-            shifts.size(),
-            bits,
-            levels.size(),
-            {},
-            least,
-            halves,
-            starts.data(),
-            second.data(),
-            index.data(),
-            grid.data()};
-    std::copy(shifts.begin(), shifts.end(), book.shifts);
-    std::copy(levels.begin(), levels.end(), book.levels);
+        least = std::min(least, (level + shift) * (level + shift));
+    book.faintest = std::max(kFaintest, least);
+    pair_halves(first, second);
   }
   OwnedBook(const OwnedBook&) = delete;
   OwnedBook& operator=(const OwnedBook&) = delete;
+
+  void pair_halves(const std::vector<size_t>& first, const std::vector<size_t>& second) {
+    const size_t halves = book.half_count;
+    numbers.assign(halves * halves, -1);
+    for (size_t i = 0; i < first.size(); ++i) {
+      int16_t& number = numbers[first[i] * halves + second[i]];
+      needs(number < 0, "no point is there twice");
+      number = static_cast<int16_t>(i);
+    }
+    std::vector<std::vector<uint16_t>> sets(halves);
+    for (size_t a = 0; a < halves; ++a)
+      for (size_t b = 0; b < halves; ++b)
+        if (numbers[a * halves + b] >= 0) sets[a].push_back(static_cast<uint16_t>(b));
+    for (const auto& set : sets) begun.push_back(!set.empty());
+    minima = shared_minima(std::move(sets), halves);
+    book.numbers = numbers.data();
+    book.begun = begun.data();
+    book.pair_count = minima.pairs.size() / 2;
+    book.sets = minima.sets;
+    book.pairs = minima.pairs.data();
+    book.order = minima.order.data();
+    book.members = minima.members.data();
+  }
 };
 
 // Calls work(begin, end) over all rows; shares are whole registers of rows, so that no result depends on the number of threads.
@@ -103,26 +120,35 @@ void in_shares(size_t rows, size_t weights, size_t together, int threads, const 
 }
 
 void nearest(const std::string& isa, const OwnedBook& owned, const Matrix& x, const List& weight, Array<int32_t, 2> codes,
-             int threads) {
+             const std::optional<Matrix>& scale, const std::optional<Matrix>& offset, int threads) {
   const Searches& searches = find(isa);
   const size_t rows = x.shape(0), cols = x.shape(1), d = owned.book.dimension;
   needs(cols % d == 0 && weight.shape(0) == cols && codes.shape(0) == rows && codes.shape(1) == cols / d,
         "there is a code for each vector, and an importance for each column");
+  const size_t groups = scale ? scale->shape(1) : 1;
+  needs(!scale || (scale->shape(0) == rows && groups > 0 && cols % groups == 0 && cols / groups % d == 0),
+        "there is a scale for each group of vectors");
+  needs(!offset || (scale && offset->shape(0) == rows && offset->shape(1) == groups),
+        "there is an offset for each scale, or none");
   nb::gil_scoped_release released;
-  in_shares(rows, rows * cols, searches.lanes, threads, [&](size_t begin, size_t end) {
-    searches.nearest(owned.book, x.data(), weight.data(), cols, begin, end, codes.data());
-  });
+  const NearestRows of{
+      x.data(),    weight.data(), cols, cols / groups, scale ? scale->data() : nullptr, offset ? offset->data() : nullptr,
+      codes.data()};
+  in_shares(rows, rows * cols, searches.lanes, threads,
+            [&](size_t begin, size_t end) { searches.nearest(owned.book, of, begin, end); });
 }
 
 void fit(const std::string& isa, const OwnedBook& owned, const std::vector<size_t>& sizes, const std::vector<float>& numbers,
          const Matrix& x, const List& weight, Array<int8_t, 2> sub, std::optional<Array<int8_t, 2>> shift, Array<uint16_t, 2> d,
          int threads) {
   const Searches& searches = find(isa);
-  needs(sizes.size() == 3 && numbers.size() == 5, "a search has three sizes and five numbers");
-  const Fit given{sizes[0], sizes[1], sizes[2], numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
+  needs(sizes.size() == 4 && numbers.size() == 5, "a search has four sizes and five numbers");
+  const Fit given{sizes[0], sizes[1], sizes[2], sizes[3] != 0, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
   const size_t rows = x.shape(0), cols = x.shape(1);
-  needs((given.group == 16 || given.group == 32) && given.trials >= 2 && given.largest >= 1 && given.largest <= 127,
+  needs((given.group == 16 || given.group == 32) && given.trials >= 3 && given.trials <= kMostTrials && given.largest >= 1 &&
+            given.largest <= 127,
         "a group has 16 or 32 weights");
+  needs(!given.by_levels || owned.book.level_count == 3, "each weight alone is asked about three levels");
   needs(cols % kBlock == 0 && weight.shape(0) == cols, "blocks have 256 columns, each with an importance");
   needs(sub.shape(0) == rows && sub.shape(1) == cols / given.group && d.shape(0) == rows && d.shape(1) == cols / kBlock,
         "there is an integer for each group and a scale for each block");
@@ -167,11 +193,12 @@ void visit(const std::string& isa, const OwnedBook& owned, const Matrix& targets
 void register_vectors(nb::module_& m) {
   using vectors::OwnedBook;
   nb::class_<OwnedBook>(m, "VectorBook")
-      .def(nb::init<size_t, int, const std::vector<float>&, const std::vector<float>&, const std::vector<int>&,
-                    const std::vector<int>&, const std::vector<int>&, const vectors::Matrix&>());
+      .def(nb::init<size_t, int, const std::vector<float>&, const std::vector<float>&, const std::vector<size_t>&,
+                    const std::vector<size_t>&, const vectors::Matrix&>());
   // noconvert: a mismatched array must be refused, because a silent copy would be written instead of the caller's memory.
   m.def("nearest_vectors", &vectors::nearest, nb::arg("isa"), nb::arg("book"), nb::arg("x").noconvert(),
-        nb::arg("weight").noconvert(), nb::arg("codes").noconvert(), nb::arg("threads"));
+        nb::arg("weight").noconvert(), nb::arg("codes").noconvert(), nb::arg("scale").noconvert().none(),
+        nb::arg("offset").noconvert().none(), nb::arg("threads"));
   m.def("fit_vectors", &vectors::fit, nb::arg("isa"), nb::arg("book"), nb::arg("sizes"), nb::arg("numbers"),
         nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("sub").noconvert(), nb::arg("shift").noconvert().none(),
         nb::arg("d").noconvert(), nb::arg("threads"));

@@ -2,8 +2,8 @@
 // (formats/search/vectors.py) and error feedback, vector by vector (methods/error_feedback/vectors.py).
 //
 // Layout: a lane is a row; all lanes look at the same columns, which have one importance. A point is two halves, and there are at
-// most 81 halves: their costs are computed first. For each first half the cheapest of its second halves is found, at one
-// instruction for a point and a register of lanes. All points are looked at, so that the result is exact.
+// most 81 halves: their costs are computed first. For each first half the cheapest of its second halves is found; what the sets
+// of these share is found once (search/minima.h). All points are looked at, so that the result is exact.
 //
 // Trials of scales compare sums in 16 bits, two rows in a lane; codes are chosen in float32. Every instruction set does the same
 // operations in the same order, so that the bytes are the same.
@@ -12,10 +12,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "search/minima.h"
+
 namespace fewbits::vectors {
 
 constexpr size_t kMostDimension = 8, kMostHalves = 81, kMostLevels = 8;
-constexpr size_t kBlock = 256, kMostGroups = 16, kMostColumns = 128;
+constexpr size_t kBlock = 256, kMostGroups = 16, kMostColumns = 128, kMostTrials = 16;
 
 enum class Signs : uint8_t { kInPoints, kFree, kEven };
 
@@ -28,16 +30,29 @@ struct Book {
   int index_bits;
   size_t level_count;
   float levels[kMostLevels];
-  float least;  // magnitude of a value
+  float faintest;  // of a vector's energy, over its weights': below, trials see no difference
   size_t half_count;
-  const uint16_t* starts;  // where the points of each first half begin, and the end
-  const uint8_t* second;   // of these points: the second half
-  const uint16_t* index;   // and the number
+  const int16_t* numbers;  // of the point of a first half and a second, first by first; -1: there is none
+  const uint8_t* begun;    // whether a point has this first half
   const float* grid;       // (points, width) by number
+  size_t pair_count;
+  const size_t* sets;  // of Minima, as those below: the sets of second halves, by the first
+  const uint16_t *pairs, *order, *members;
+};
+
+// Rows of weights. A group of columns has a scale, and what is taken from the weights before they are divided by it.
+struct NearestRows {
+  const float* x;
+  const float* weight;  // of each column
+  size_t cols, group;
+  const float* scale;   // (rows, groups); null: 1
+  const float* offset;  // may be null
+  int32_t* codes;
 };
 
 struct Fit {
   size_t group, largest, trials;
+  bool by_levels;         // trials look at each weight alone
   float spread;           // of the points: their root mean square
   float low, high, peak;  // between which scales are tried
   float group_shift;      // of all points of a group, up or down; 0: none
@@ -71,7 +86,7 @@ struct Tile {
 
 struct Searches {
   size_t lanes;
-  void (*nearest)(const Book&, const float* x, const float* weight, size_t cols, size_t begin, size_t end, int32_t* codes);
+  void (*nearest)(const Book&, const NearestRows&, size_t begin, size_t end);
   void (*fit)(const Book&, const Fit&, const FitRows&, size_t begin, size_t end);
   void (*visit)(const Book&, const Tile&, size_t begin, size_t end);
 };

@@ -1,6 +1,7 @@
 // Codes of vectors with lanes of 128 bits, in vector types that every compiler can lower to its processor.
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "search/quantize.h"
 #include "search/vectors.h"
