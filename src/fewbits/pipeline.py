@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from fewbits.verification.metrics import Verdict
 
 TABLE = "sensitivity.json"
+_MADE = ("calibrating", "measuring", "quantizing", "tuning")  # steps that are over when there is a file
 
 
 def quantize(model: str | Path, out: str | Path, *, progress: Progress[Any] = silent, **options: Any) -> Quantized:
@@ -83,7 +84,7 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress[Any] = si
         run = run.on_time("calibrating")
         if run.plan is not None:
             made = run.maker(statistics).make(run.plan, request.path)
-            return run.report(made, run.verify(made.path))
+            return run.report(made, run.on_time(*_MADE).verify(made.path))
         table = run.measure(statistics)
         run = run.on_time("calibrating", "measuring")
         made, verdict, decision, rounds = run.spend(run.maker(statistics), table)
@@ -93,7 +94,7 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress[Any] = si
 @contextmanager
 def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
     """The model, the text and the work folder, after everything that can be refused was."""
-    began = time.monotonic()
+    began = time.monotonic() if request.began is None else request.began
     placement.find(request.passes_on)
     with doing(progress, f"opening {request.model}"):
         source = open_source(request.model, request.offline)
@@ -114,8 +115,8 @@ def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
         schedule = _scheduled(request, source, subject, text, plan, Deadline(float(request.within), began), progress)
         request = request.spending(schedule.chosen)
         text = _text(request, source, plan)
-    pace = schedule.pace if schedule else USUAL
-    ahead = preflight(subject, request.target, request.path, _work(request, subject, text, plan), plan, pace)
+    rate, pace = (schedule.rate, schedule.pace) if schedule else (None, USUAL)
+    ahead = preflight(subject, request.target, request.path, _work(request, subject, text, plan), plan, pace, rate=rate)
     ahead.check()
     with (
         open_cache(request.work, request.fresh, progress) as cache,
@@ -146,7 +147,7 @@ def _scheduled(
         sizes, some = Sizes(subject, request.target, work, plan), candidates or _formats_of(plan)
         with doing(progress, "timing one block of the model"), placement.passes_on(request.passes_on):
             schedule = replace(schedule, pace=probe.pace(source, ids, some, request.method.lower(), sizes, rate, deadline.seconds))
-    schedule = schedule.settled()
+    schedule = replace(schedule.settled(), began=deadline.seconds - deadline.left)
     if less := within.left_out(full, schedule.chosen):
         say(progress, f"in {duration(deadline.seconds)} there is time for: {', '.join(less)}")
     return schedule
@@ -220,8 +221,8 @@ class Run:
         before, schedule = self.schedule.chosen, self.schedule.settled(done).keep(self.request.work)
         if changed := within.left_out(before, schedule.chosen):
             say(self.progress, f"less time is left than was forecast: {', '.join(changed)}")
-        elif changed := within.left_out(schedule.chosen, before):
-            say(self.progress, f"more time is left than was forecast: no longer {', '.join(changed)}")
+        elif gained := within.gained(before, schedule.chosen):
+            say(self.progress, f"more time is left than was forecast: {', '.join(gained)} after all")
         steps = [(step.name, step.seconds) for step in schedule.steps(schedule.chosen) if step.name not in done]
         makes = self.request.rounds if self.plan is None and self.request.budget.by_accuracy else 1
         expect(self.progress, parts_of(steps, len(list(self.subject.weights)), self.blocks, makes))
@@ -282,7 +283,7 @@ class Run:
             return until_accurate(maker, asked.path, table, asked.budget, asked.constraints, asked.rounds, self.verify)
         decision = pricing.within_file(table, self.subject, asked.target, asked.budget, asked.constraints)
         made = maker.make(decision.plan, asked.path)
-        return made, self.verify(made.path), decision, ()
+        return made, self.on_time(*_MADE).verify(made.path), decision, ()
 
     def corrected(self, maker: Maker, table: Sensitivity) -> Sensitivity:
         """The table with a curve of this model where the budget means large damage, which is not the sum of predictions for single
@@ -316,16 +317,16 @@ class Run:
 
     def report(self, made: OutputFile, verdict: Any, decision: Decision | None = None, rounds: Sequence[Round] = ()) -> Quantized:
         """results.json and the page made of it, in the work folder."""
-        asked = self.request
+        asked, late = self.request, self.schedule is not None and self.schedule.is_late
         if verdict:
             for folder in {made.artifact.path, made.path} if asked.target.marker == manifest.NAME else {made.artifact.path}:
                 artifacts.add_verdict(folder, verdict.to_dict())
         gathered = results.gather(
             results.Subject(made.prepared.model, made.artifact, made.path), decision=decision, statistics=made.prepared.statistics,
-            windows=() if asked.no_verify or self.subject.layout or embeddings.given_by(self.source.config) else self.text.windows,
+            windows=() if asked.no_verify or self.subject.layout or embeddings.given_by(self.source.config) or late else self.text.windows,
             commands=results.commands(asked), memory=asked.memory, remarks=self.remarks, progress=self.progress,
         )  # fmt: skip
-        gathered = self.with_answers(made, verdict, replace(gathered, for_size=results.for_size(asked)))
+        gathered = self.with_answers(made, None if late else verdict, replace(gathered, for_size=results.for_size(asked)))
         plan, coverage, rewrites = made.prepared.plan, made.prepared.coverage, made.prepared.rewrites
         about = coverage, made.artifact.outcomes, rewrites, decision, rounds, gathered
         result = Quantized(made.path, made.artifact.path, plan, verdict, *about)

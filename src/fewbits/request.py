@@ -102,6 +102,7 @@ class Request:
     memory: int = calibration.MEMORY  # bytes, or `1GB`
     device: str = placement.AUTO  # where the float model runs: cpu, cuda, cuda:1, mps, xpu; auto: a GPU where there is one
     within: str | float | None = None  # seconds, or `2h`: what there is no time for is left out
+    began: float | None = None  # of that time, by `time.monotonic()`; None: when this is asked for
     executor: str = executors.LOCAL  # who measures and quantizes the weights, with the same bytes
     store: str | None = None
     fresh: bool = False  # without what an earlier run left

@@ -33,6 +33,7 @@ OTHERS = {
 PYTHON_ALONE = {
     "serve": {"api_key"},  # on the command line a variable of the environment: options are seen by everybody on the machine
     "publish": {"api"},  # another client of the hub
+    "quantize": {"began"},  # a command knows when it was typed
 }
 
 

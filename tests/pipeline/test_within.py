@@ -16,6 +16,7 @@ import fewbits
 from fewbits import embedded, formats, model, targets
 from fewbits.devices.units import parse_duration
 from fewbits.errors import InputError
+from fewbits.model.weights import Weight
 from fewbits.preflight import probe, within
 from fewbits.preflight.schedule import Schedule
 from fewbits.preflight.sizes import Sizes
@@ -53,13 +54,26 @@ class TestChoice:
 
     def test_what_is_done_stays(self, embedded_model: model.Model) -> None:
         drawn = replace(FULL, samples=40)
-        assert {settings.samples for settings in within.ladder(drawn, embedded_model.weights, True)} == {40}
-        assert {settings.formats for settings in within.ladder(drawn, embedded_model.weights, True, True)} == {EVERY}
+        assert {settings.samples for settings in within.ladder(drawn, embedded_model.weights, ["calibrating"])} == {40}
+        assert {settings.formats for settings in within.ladder(drawn, embedded_model.weights, ["calibrating", "measuring"])} == {EVERY}
+
+    def test_a_file_that_is_made_late_is_judged_on_less(self, embedded_model: model.Model) -> None:
+        way = within.ladder(FULL, embedded_model.weights, ["calibrating", "measuring", "quantizing"])
+        assert way == [replace(FULL, tokens=1024), FULL]
 
     def test_few_formats_reach_from_the_smallest_to_the_largest(self, embedded_model: model.Model) -> None:
         some = within.few(EVERY, embedded_model.weights)
         widths = [fmt.bits_per_weight((256, 256)) for fmt in EVERY]
         assert len(some) == 6 and {min(widths), max(widths)} <= {fmt.bits_per_weight((256, 256)) for fmt in some}
+
+    def test_few_formats_are_enough_for_every_weight(self) -> None:
+        shapes = [(64, 64), (172, 64), (64, 172), (256, 512)]  # 172 divides by no block
+        weights = [Weight(f"w{i}", shape, "mlp", "fp16") for i, shape in enumerate(shapes)]
+        every = (*EVERY, formats.get("int4_channel"), formats.get("int8_channel"), formats.get("fp16"))
+        some = within.few(every, weights)
+        for shape in shapes:
+            widths = [[fmt.nbytes(shape) for fmt in which if fmt.fits(shape) is None] for which in (some, every)]
+            assert min(widths[0]) == min(widths[1])
 
     @pytest.mark.parametrize("left", [70, 100, 150, 333, 700, 5000])
     def test_the_last_step_is_taken_as_far_as_time_goes(self, left: float, embedded_model: model.Model) -> None:

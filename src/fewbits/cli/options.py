@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -97,6 +98,7 @@ Within = Annotated[
     str | None,
     typer.Option("--within", metavar="TIME", help="Be done in 2h, 20min ...: samples, formats and tuning that there is time for."),
 ]
+BEGAN = time.monotonic()  # before torch is loaded, which takes seconds of the time that a command may take
 Offline = Annotated[bool, typer.Option("--offline", help="Never download.")]
 
 

@@ -105,7 +105,7 @@ def quantize(
         override=override or (), formats=options.names_of(formats), together=together or (), min_speed=min_speed,
         bandwidth=parse_bandwidth(bandwidth), strategy=strategy, rounds=rounds, method=method, data=data or (), held_out=held_out or (),
         stats=stats, samples=samples, seed=seed, rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv,
-        weights=weights, memory=options.bytes_of(memory), device=device, within=within,
+        weights=weights, memory=options.bytes_of(memory), device=device, within=within, began=options.BEGAN,
         max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
         min_cosine=min_cosine, length=length, tokens=tokens, no_verify=no_verify, executor=executor, store=store, shards=shards,
         fresh=fresh, offline=offline, like=like, converter=converter, accept_unmatched=accept_unmatched, max_floor=max_floor,

@@ -100,12 +100,13 @@ def preflight(
     plan: Plan | None = None,
     pace: Pace = USUAL,
     *,
+    rate: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Preflight:
     """`out`: the file to be written; the work folder is beside it. `plan`: if it is known; else 16 bits for every weight are counted.
-    `clock`: measures the speed; `time.process_time` ignores other programs."""
+    `rate`: operations a second, if that is known; else `clock` measures it: `time.process_time` ignores other programs."""
     sizes = Sizes(source, target, work, plan)
-    steps = steps_of(sizes, work, rate_of(source.weights, clock), pace)
+    steps = steps_of(sizes, work, rate or rate_of(source.weights, clock), pace)
     left = out.with_name(f"{out.name}.work").rglob("*")
     return Preflight(
         blocks=sizes.layers,

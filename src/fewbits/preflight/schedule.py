@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fewbits.targets import Target
 
 NAME = "within.json"  # in the work folder
+_LOOKED_AT, _ANSWERS = 20_000, 2.0  # operations for a number in the report (SmolLM2: 25 s); seconds
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ class Schedule:
     work: Work  # with the settings that were asked for
     rate: float  # operations a second in a large product
     pace: Pace
+    began: float = 0.0  # seconds that opening the model and timing it took
 
     def settled(self, done: Sequence[str] = ()) -> Schedule:
         """The settings for the time that is left. `done`: steps that are over, whose settings stay."""
         weights: list[Weight] = list(self.source.weights)
         full = replace(self.full, samples=self.chosen.samples, tokens=self.chosen.tokens) if done else self.full  # text is drawn once
         full = replace(full, formats=self.chosen.formats) if "measuring" in done else full
-        way = within.ladder(full, weights, bool(done), "measuring" in done)
+        way = within.ladder(full, weights, done)
         late = self._lateness(done)
         if not done:
             self.deadline.check(self._seconds(way[0], done))
@@ -86,14 +88,26 @@ class Schedule:
         )
         return steps_of(Sizes(self.source, self.target, work, self.plan), work, self.rate, self.pace)
 
+    @property
+    def report(self) -> float:
+        """Seconds for the page: the values of every weight are looked at, and a few answers are written."""
+        numbers = sum(weight.shape[0] * weight.shape[1] for weight in self.source.weights)
+        return numbers * _LOOKED_AT / self.rate + _ANSWERS
+
+    @property
+    def is_late(self) -> bool:
+        """Whether there is no time left for more than what the report must have."""
+        return self.deadline.left < self.report
+
     def _seconds(self, settings: Settings, done: Sequence[str]) -> float:
-        return within.total(self.steps(settings), done)
+        return within.total(self.steps(settings), done) + self.report
 
     def _lateness(self, done: Sequence[str]) -> float:
         """How much longer what is over took than was forecast: what slows it down slows the rest. What went faster promises nothing."""
         steps = self.steps(self.chosen)
         forecast = within.total(steps) - within.total(steps, done)
-        return max(1.0, (self.deadline.seconds - self.deadline.left) / forecast) if forecast > 0 else 1.0
+        spent = self.deadline.seconds - self.deadline.left - self.began
+        return max(1.0, spent / forecast) if forecast > 0 else 1.0
 
 
 def _plain(settings: Settings) -> dict[str, object]:

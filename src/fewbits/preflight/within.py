@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from fewbits.model.weights import Weight
 
 LEAST_SAMPLES, SOME_SAMPLES = 16, 64
-_LEAST_TOKENS = 4096  # to judge on
+_LEAST_TOKENS, _FEWEST_TOKENS = 4096, 1024  # to judge on, planned and when there is no time left
 _FEW = 6  # formats that make a plan with little more KL than all of them
 _USED = 0.9  # of the time: forecasts are that good
-_BESIDE = {"calibrating": 0.02, "measuring": 0.02, "verifying": 0.5}  # of a step's time, what follows it: a curve, answers, the page
+# What a step takes beside its forecast, as a share of it: after measuring, a curve of the model where damage is large; small weights, which
+# cost more for each number than the one that was timed; after verifying, how errors add up.
+_BESIDE = {"calibrating": 0.02, "measuring": 0.15, "quantizing": 0.2, "verifying": 0.3}
 _ANY = (256, 256)
 
 
@@ -76,10 +78,12 @@ class Deadline:
             )
 
 
-def ladder(full: Settings, weights: Sequence[Weight], samples_are_drawn: bool = False, is_measured: bool = False) -> list[Settings]:
+def ladder(full: Settings, weights: Sequence[Weight], done: Sequence[str] = ()) -> list[Settings]:
     """From the least to all that was asked for. What is done already stays as it is."""
-    samples = full.samples if samples_are_drawn else min(full.samples, LEAST_SAMPLES)
-    formats = full.formats if is_measured else few(full.formats, weights)
+    if "quantizing" in done:
+        return [replace(full, tokens=min(full.tokens, _FEWEST_TOKENS)), full]
+    samples = full.samples if done else min(full.samples, LEAST_SAMPLES)
+    formats = full.formats if "measuring" in done else few(full.formats, weights)
     steps = [replace(full, samples=samples, formats=formats, tune=0, tokens=min(full.tokens, _LEAST_TOKENS))]
     steps.append(replace(steps[-1], formats=full.formats, tokens=full.tokens))
     steps.append(replace(steps[-1], samples=max(samples, min(full.samples, SOME_SAMPLES))))
@@ -89,18 +93,15 @@ def ladder(full: Settings, weights: Sequence[Weight], samples_are_drawn: bool = 
 
 
 def few(formats: Sequence[Format], weights: Sequence[Weight]) -> tuple[Format, ...]:
-    """Some of all widths, out of those that most of the model's numbers can take."""
-    total = sum(weight.shape[0] * weight.shape[1] for weight in weights)
-
-    def taken(fmt: Format) -> float:
-        return sum(weight.shape[0] * weight.shape[1] for weight in weights if fmt.fits(weight.shape) is None) / max(1, total)
-
+    """Some of all widths that each weight can take: the smallest file stays possible, and the largest."""
     if len(formats) <= _FEW:
         return tuple(formats)
-    most = max(map(taken, formats))
-    by_bits = {fmt.bits_per_weight(_ANY): fmt for fmt in formats if taken(fmt) >= 0.9 * most}  # of several as wide, the last
-    widths = sorted(by_bits)
-    picked = {by_bits[widths[round(i * (len(widths) - 1) / (_FEW - 1))]] for i in range(_FEW)}
+    taking = {tuple(fmt for fmt in formats if fmt.fits(weight.shape) is None) for weight in weights}
+    picked: set[Format] = set()
+    for possible in taking:
+        by_bits = {fmt.bits_per_weight(_ANY): fmt for fmt in possible}  # of several as wide, the last
+        widths = sorted(by_bits)
+        picked |= {by_bits[widths[round(i * (len(widths) - 1) / (_FEW - 1))]] for i in range(_FEW) if widths}
     return tuple(fmt for fmt in formats if fmt in picked)
 
 
@@ -137,3 +138,13 @@ def left_out(full: Settings, chosen: Settings) -> tuple[str, ...]:
     if chosen.tokens < full.tokens:
         said.append(f"judged on {chosen.tokens:,} of {full.tokens:,} tokens")
     return tuple(said)
+
+
+def gained(before: Settings, after: Settings) -> tuple[str, ...]:
+    """For a person."""
+    said = [(len(after.formats) - len(before.formats), f"{len(after.formats)} formats to choose from")]
+    said += [
+        (after.tune - before.tune, f"{after.tune} steps of tuning"),
+        (after.tokens - before.tokens, f"judged on {after.tokens:,} tokens"),
+    ]
+    return tuple(text for more, text in said if more > 0)

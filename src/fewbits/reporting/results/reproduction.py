@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PACKAGES = ("fewbits", "torch", "transformers", "numpy", "gguf", "safetensors")
 _SPELLED = {"model": "", "out": "-o"}  # a field of the request -> the option, if that is named otherwise
 # options that change nothing in the result; of `--within` it is what it left, and that is named
-_SILENT = {"answers", "executor", "fresh", "memory", "offline", "store", "within"}
+_SILENT = {"answers", "began", "executor", "fresh", "memory", "offline", "store", "within"}
 
 
 def of(artifact: Artifact, path: Path, commands: Sequence[str]) -> Reproduction:
