@@ -142,8 +142,10 @@ def verifying(sizes: Sizes, work: Work, rate: float) -> Step:
 
 
 def _opened(weight: Weight) -> int:
-    """Second moments of inputs and gradients while the weight is worked on; wide ones stay mapped."""
-    return output_moments.nbytes(weight) + (2 * moments_of(weight) if weight.shape[1] <= WHOLE_COLUMNS else 0)
+    """Second moments of inputs and gradients while the weight is worked on; wide ones stay mapped. Of an expert also those that its layer
+    lends it, and the sums of both."""
+    held = output_moments.nbytes(weight) + (2 * moments_of(weight) if weight.shape[1] <= WHOLE_COLUMNS else 0)
+    return held if weight.expert is None else 2 * held + output_moments.nbytes(weight) + 2 * moments_of(weight)
 
 
 def rate_of(weights: Iterable[Weight], clock: Callable[[], float]) -> float:
