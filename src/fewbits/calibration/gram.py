@@ -12,11 +12,9 @@ _TILE = 128
 
 
 def add(sums: Tensor, x: Tensor) -> None:
-    """Adds x^T x, x (tokens, cols), right of the diagonal tiles. The product is made where x is; sums that have no room there are beside
-    the processor."""
-    if x.device.type != "cpu":  # a GPU is fastest at one large product
-        product = x.T @ x
-        sums += product.to(sums.device)
+    """Adds x^T x, x (tokens, cols), right of the diagonal tiles. The product is made where x is, and the sums may be elsewhere."""
+    if x.device != sums.device or x.device.type != "cpu":  # a GPU is fastest at one large product
+        sums += (x.T @ x).to(sums.device)
         return
     for start in range(0, len(sums), _TILE):
         tile = slice(start, start + _TILE)
