@@ -4,7 +4,7 @@ Work that is no product is counted as the operations that would take as long:
 
     calibrating   a forward pass with second moments, then another one and its gradients: 4.9 forward passes by count, 5.5 measured
     measuring     1.85 million cols + 1,760 cols^2 for each weight and format that its columns divide into (256, 576 and 1536 columns:
-                  9,000, 5,400 and 2,960 cols^2 on the embedded model and SmolLM2)
+                  9,000, 5,400 and 2,960 cols^2 on the embedded model and SmolLM2), and 9 rows x size^2 of its output moments
     quantizing    10,000 a number by rounding; 105,000 with error feedback, beside its products
     tuning        3.4 forward passes of a minibatch of 512 tokens for each step
     verifying     the float model and two files in the runtime, a forward pass each
@@ -36,6 +36,7 @@ _LIBRARY = 64 << 20  # bytes of memory for a runtime's library, loaded when a fi
 _HISTOGRAM = 64 << 10  # bytes of statistics for each weight beside its moments: ranges, histogram, names
 EFFICIENCY = 0.53
 _MEASURED = (1.85e6, 1760.0)  # equivalent operations, by columns and by their square
+_OUTPUT_SIDE = 9  # times rows x size^2 of the output moments, which are factored in float64
 _ROUNDED, _FED_BACK = 10_000, 105_000
 _FEEDBACK_PASSES, _TUNED, _MINIBATCH = 6, 3.4, 512
 _LOOK = 0.1  # seconds to measure the speed
@@ -74,8 +75,13 @@ def block_seconds(sizes: Sizes, block: Iterable[Weight], tokens: int, rate: floa
 
 
 def measured_seconds(weights: Iterable[tuple[Weight, int]], rate: float) -> float:
-    """Of weights, each in so many formats."""
-    return sum((_MEASURED[0] + _MEASURED[1] * weight.shape[1]) * weight.shape[1] * count for weight, count in weights) / rate
+    """Of weights, each in so many formats; and for each once, what its rows can make up for."""
+    total = 0.0
+    for weight, count in weights:
+        rows, columns = weight.shape
+        total += (_MEASURED[0] + _MEASURED[1] * columns) * columns * count
+        total += _OUTPUT_SIDE * output_moments.numbers(weight) * output_moments.size_of(rows)
+    return total / rate
 
 
 def feedback_seconds(weights: Iterable[Weight], rate: float) -> float:
