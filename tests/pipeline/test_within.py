@@ -143,7 +143,7 @@ def run(source: Path, out: Path, **options: Any) -> tuple[Any, list[str], float]
 
 def test_with_time_enough_nothing_is_left_out(tmp_path: Path) -> None:
     source = build("llama", tmp_path / "llama")
-    result, said, _ = run(source, tmp_path / "m.gguf", within="1h", samples=8, length=64, tokens=256)
+    result, said, _ = run(source, tmp_path / "m.gguf", within="1h", samples=8, length=64, tokens=256, formats="q4_0,q8_0")
     assert "timing one block of the model" in said and not any("there is time for" in line for line in said)
     settings = json.loads((tmp_path / "m.gguf.work" / "within.json").read_text())
     assert settings["samples"] == 8 == result.coverage.samples and settings["tokens"] == 256
