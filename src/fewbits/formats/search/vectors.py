@@ -126,17 +126,25 @@ class _Rows:
 
     def error_of_levels(self, scale: Tensor) -> Tensor:
         """(rows, groups): if each weight gets the level nearest to it."""
-        costs = []
-        for shift in self.search.shifts:
-            levels = [(scale * (level + shift))[..., None, None] for level in self.points.table.levels]
-            squares = [(self.x - level) * (self.x - level) for level in levels]
-            cost = self.weight * torch.stack(squares).amin(0)
-            summed = cost[..., 0]
-            for j in range(1, self.points.dimension):
-                summed = summed + cost[..., j]
-            costs.append(total(summed, 2) if self.search.shift else summed)
+        costs = [self.nearest_levels(scale, shift)[0] for shift in self.search.shifts]
+        if self.search.shift:
+            costs = [total(cost, 2) for cost in costs]
         least = torch.stack(costs).amin(0)
         return least if self.search.shift else total(least, 2)
+
+    def nearest_levels(self, scale: Tensor, shift: float) -> tuple[Tensor, Tensor]:
+        """The cost of each vector if each weight gets the level nearest to it, and these levels."""
+        levels = [level + shift for level in self.points.table.levels]
+        nearest, least = torch.full_like(self.x, levels[0]), torch.full_like(self.x, torch.inf)
+        for level in levels:
+            away = self.x - (scale * level)[..., None, None]
+            better = away * away < least
+            nearest, least = torch.where(better, level, nearest), torch.where(better, away * away, least)
+        cost = self.weight * least
+        summed = cost[..., 0]
+        for j in range(1, self.points.dimension):
+            summed = summed + cost[..., j]
+        return summed, nearest
 
     def whole(self, wanted: Tensor, refine: bool) -> Grid:
         """Integers and d for the scales that are wanted."""
@@ -169,13 +177,22 @@ class _Rows:
         return torch.minimum(other, error), other < error
 
     def refitted(self, sub: Tensor, d: Tensor, down: Tensor) -> Tensor:
-        """d by least squares for the codes under this one."""
-        shift = torch.where(down, -self.search.shift, self.search.shift)[..., None, None]
-        unit = self.x * inverted(sub * self._of_groups(d))[..., None, None] - shift
-        codes = self.points.rough_codes(unit.flatten(1, 2), self.weight.flatten(0, 1))
-        values = (self.points.values(codes).reshape(unit.shape) + shift) * sub[..., None, None]
+        """d by least squares for what the weights become under this one."""
+        scale = sub * self._of_groups(d)
+        values = (self.levels_under(scale, down) if self.search.by_levels else self.points_under(scale)) * sub[..., None, None]
         along, size = (total((self.weight * one * values).flatten(2), 2) for one in (self.x, values))
         return float16_scale(self._of_blocks(along) / self._of_blocks(size).clamp(min=LEAST_ENERGY))
+
+    def points_under(self, scale: Tensor) -> Tensor:
+        unit = self.x * inverted(scale)[..., None, None]
+        codes = self.points.rough_codes(unit.flatten(1, 2), self.weight.flatten(0, 1))
+        return self.points.values(codes).reshape(unit.shape)
+
+    def levels_under(self, scale: Tensor, down: Tensor) -> Tensor:
+        """With the better shift of each vector, or with that of its group."""
+        (cost, nearest), (other_cost, other) = (self.nearest_levels(scale, shift) for shift in self.search.shifts)
+        other_is_it = down.unsqueeze(-1) if self.search.shift else other_cost < cost
+        return torch.where(other_is_it.unsqueeze(-1), other, nearest)
 
     def _of_groups(self, by_block: Tensor) -> Tensor:
         return by_block.repeat_interleave(self.search.groups, 1)

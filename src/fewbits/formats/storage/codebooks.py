@@ -162,12 +162,8 @@ class Points(Codebook):
         return [self._rough_points(x - shift, weight)[1].float() / unit for shift in shifts]
 
     def rough_codes(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The codes of these costs."""
-        weight = weight * self._cost_unit(x, weight).unsqueeze(-1)
-        if not self.shifts:
-            return self._rough_points(x, weight)[0]
-        (first, cost), (second, other) = (self._rough_points(x - shift, weight) for shift in self.shifts)
-        return torch.where(other < cost, second | 1 << self.index_bits, first)
+        """The codes of these costs under no shift."""
+        return self._rough_points(x, weight * self._cost_unit(x, weight).unsqueeze(-1))[0]
 
     def _cost_unit(self, x: Tensor, weight: Tensor) -> Tensor:
         square = weight * (x * x)
