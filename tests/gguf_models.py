@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import tokenizers
 import torch
@@ -17,6 +16,7 @@ import transformers
 from fewbits import artifact, formats, model, planning, targets
 from fewbits.artifact import Artifact
 from fewbits.model.experts import Products
+from fewbits.model.gguf.types import BY_NAME
 from fewbits.progress import silent
 from fewbits.targets.gguf import layout
 from fewbits.verification import runtimes
@@ -146,7 +146,7 @@ def rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
         return x
     if kind in {"F16", "BF16"}:
         return x.to(torch.float16 if kind == "F16" else torch.bfloat16).float()
-    run = 256 if gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0] == 256 else 32
+    run = 256 if BY_NAME[kind].block == 256 else 32
     blocks = x.reshape(*x.shape[:-1], -1, run)
     step = blocks.abs().amax(-1, keepdim=True) / 127
     return (blocks / step.clamp_min(1e-30)).round().mul(step).reshape(x.shape)

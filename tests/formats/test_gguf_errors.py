@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_gguf_formats import GGML_NAMES, GGUF, error_of, judged, student
+from test_gguf_formats import GGUF, error_of, judged, student
 from torch import Tensor, nn
 
 from fewbits import embedded, formats, model
@@ -117,7 +117,7 @@ def ratios(fmt: Format, kinds: Kinds) -> dict[tuple[str, str], float]:
         for w, importance in cases:
             if fmt.fits((w.shape[0], w.shape[1])):
                 continue
-            name, w = GGML_NAMES[fmt.name], w[:ROWS_OF_VECTORS] if fmt.dimension > 1 else w
+            name, w = ggml.SPELLED[fmt.name], w[:ROWS_OF_VECTORS] if fmt.dimension > 1 else w
             weigh = importance if weighted else None
             told = torch.ones_like(importance) if weigh is None and ggml.needs_importance(name) else weigh
             stored = ggml.quantize(name, w.numpy(), None if told is None else told.numpy())

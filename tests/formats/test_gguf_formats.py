@@ -17,12 +17,10 @@ from fewbits.benchmarks.peers import ggml
 from fewbits.formats import Format
 from fewbits.methods import rtn
 from fewbits.targets import gguf as target
-from fewbits.targets.gguf import layouts
 
 needs_ggml = pytestmark = pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="pip install fewbits[llamacpp]")
 
-GGML_NAMES = {name.lower(): name for name in ggml.TYPES}
-GGUF = [f for f in formats.all().values() if not f.is_cast and f.name in GGML_NAMES]
+GGUF = [f for f in formats.all().values() if not f.is_cast and f.name in ggml.QUANTIZED]
 every_type = pytest.mark.parametrize("fmt", GGUF, ids=lambda f: f.name)
 with_float16 = pytest.mark.parametrize("fmt", [f for f in GGUF if f.name not in ("mxfp4", "nvfp4")], ids=lambda f: f.name)
 
@@ -41,7 +39,7 @@ EDGES = [0.0, -0.0, 2.0**-24, -(2.0**-24), 2.0**-14, 65504.0, -65504.0]
 def random_blocks(fmt: Format, count: int, seed: int = 0) -> np.ndarray:
     """Any bytes whose scales are finite: negative, subnormal, largest and zero ones too."""
     source = np.random.default_rng(seed)
-    _, _, size = ggml.TYPES[GGML_NAMES[fmt.name]]
+    size = ggml.QUANTIZED[fmt.name].nbytes
     blocks = source.integers(0, 256, (count, size), dtype=np.uint8)
     for at in FLOAT16_AT[fmt.name]:
         blocks[:, at : at + 2] = _random_scales(source, count).view(np.uint8).reshape(count, 2)
@@ -62,8 +60,8 @@ def _random_scales(source: np.random.Generator, count: int) -> np.ndarray:
 
 
 def judged(fmt: Format, blocks: np.ndarray) -> Tensor:
-    n = blocks.size // ggml.TYPES[GGML_NAMES[fmt.name]][2] * fmt.block
-    return torch.from_numpy(ggml.dequantize(GGML_NAMES[fmt.name], blocks, n))
+    n = blocks.size // ggml.QUANTIZED[fmt.name].nbytes * fmt.block
+    return torch.from_numpy(ggml.dequantize(ggml.SPELLED[fmt.name], blocks, n))
 
 
 def judged_by_gguf(fmt: Format, rows: Tensor) -> Tensor | None:
@@ -86,11 +84,8 @@ def test_all_types_are_here() -> None:
 @every_type
 def test_the_gguf_target_takes_it_as_it_is(fmt: Format) -> None:
     gguf_layout = target.layout(fmt)
-    if fmt.name.upper() not in gguf.GGMLQuantizationType.__members__:  # ggml alone knows it: what writes files does not yet
-        assert gguf_layout is None and fmt.name.upper() in (layouts.lacking(fmt) or "")
-        return
     assert gguf_layout is not None and gguf_layout.type == fmt.name.upper()
-    assert (gguf_layout.block, gguf_layout.block_bytes) == ggml.TYPES[GGML_NAMES[fmt.name]][1:]
+    assert (gguf_layout.block, gguf_layout.block_bytes) == (ggml.QUANTIZED[fmt.name].block, ggml.QUANTIZED[fmt.name].nbytes)
     parts = rtn.quantize(torch.ones(2, 256), fmt, how="max")
     assert torch.equal(gguf_layout.convert(parts), parts["blocks"])
 

@@ -11,7 +11,7 @@ from fewbits.kernels.tiles import tiled
 
 MULTIPLIED = [name for name, fmt in formats.all().items() if kernels.bind(fmt, (256, 256)).multiplies]
 SHAPES = [(1, 256), (16, 512), (33, 768), (7, 544), (50, 288), (40, 100), (129, 1280)]  # stripes and chunks that end early
-TILING = [backend for backend in ("native-avx512", "native-avx2") if kernels.Kernel("q4_0", backend).runs_here() is None]
+TILING = [backend for backend in ("native-avx512", "native-avxvnni", "native-avx2") if kernels.Kernel("q4_0", backend).runs_here() is None]
 pytestmark = pytest.mark.skipif(not TILING, reason="no instruction set of this processor multiplies by tiles")
 
 

@@ -63,7 +63,7 @@ def test_every_key_is_read_as_gguf_reads_it(file: Path) -> None:
 def test_every_tensor_is_read_as_gguf_reads_it(file: Path) -> None:
     ours = header.read(file).tensors
     for one, other in zip(ours, gguf.GGUFReader(file).tensors, strict=True):
-        assert (one.name, one.tensor_type, list(one.shape), one.n_bytes) == (
+        assert (one.name, one.tensor_type.number, list(one.shape), one.n_bytes) == (
             other.name,
             other.tensor_type,
             other.shape.tolist(),

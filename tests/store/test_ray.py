@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from fewbits import embedded, pipeline
 from fewbits.errors import MissingError
 from fewbits.store import cache, executors
+from fewbits.store.cache import SHARDS
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # before Ray is loaded
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # with it, processes that Ray 2.60 starts die now and then with signal 6
@@ -61,20 +63,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 def quantized(out: Path, **more: Any) -> dict[str, bytes]:
     """The file and every unit's result."""
-    pipeline.quantize(embedded.MODEL, out, **OPTIONS, **more)
+    pipeline.quantize(embedded.MODEL, out, **OPTIONS | more)
     results = out.with_name(f"{out.name}.work") / "cache"
     files = [out, *(path for step in ("row", "weight") for path in results.glob(f"{step}-*"))]
     return {path.name: path.read_bytes() for path in files}
 
 
-def kill_a_busy_node(cluster: Cluster) -> bool:
-    """Without warning, with a unit on it. The unit's process is stopped first, so that it cannot finish in the node's last moments."""
+def kill_a_busy_node(cluster: Cluster, busy: Callable[[str], bool] = lambda title: title.startswith(BUSY)) -> bool:
+    """Without warning, with a unit on it. The unit's process is stopped first, so that it cannot finish in the node's last moments.
+    `busy`: whether a process of this title has come as far as it should."""
     for node in cluster.worker_nodes:
         raylet = node.all_processes["raylet"][0].process.pid
         for worker, title in children(raylet).items():
-            if title.startswith(BUSY):
+            if busy(title):
                 os.kill(worker, signal.SIGSTOP)
-                if children(raylet).get(worker, "").startswith(BUSY):
+                if busy(children(raylet).get(worker, "")):
                     cluster.remove_node(node, allow_graceful=False)
                     os.kill(worker, signal.SIGKILL)
                     return True
@@ -124,6 +127,34 @@ def test_a_node_killed_in_the_middle_changes_nothing(
     assert made == alone
     each = Counter(name.rpartition("-")[0] for name in made if name.startswith(("row-", "weight-")))
     assert len(each) == 2 * weights and set(each.values()) == {1}, "each unit once"
+
+
+@pytest.mark.slow
+def test_a_node_killed_while_it_calibrates_a_shard_changes_nothing(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shards on two nodes, and error feedback, which depends on every bit of the statistics."""
+    more: dict[str, Any] = {"shards": 2, "samples": 8, "length": 256, "method": "gptq"}
+    expected = quantized(tmp_path / "alone" / "m.gguf", **more)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    while len(cluster.worker_nodes) < 2:  # an earlier test killed one
+        cluster.add_node(**NODE)
+    work, notes, lost = tmp_path / "m.gguf.work", list[str](), list[str]()
+
+    def in_the_middle(title: str) -> bool:
+        """The first half of its blocks were taken forward, and not one backward."""
+        found = re.match(r"ray::shard (\d) of 2", title)
+        if found is None:
+            return False
+        done = Counter(path.name.partition("-")[0] for path in (work / SHARDS / f"{found[1]}-of-2").rglob("*-*.safetensors"))
+        lost[:] = [found[1]]
+        return done["input"] >= 2 and not done["gradient"]
+
+    with killing(work, "*", 0, lambda: kill_a_busy_node(cluster, in_the_middle)) as killed:
+        made = quantized(tmp_path / "m.gguf", executor="ray", progress=noting(notes), **more)
+    assert killed, "none was seen in the middle of a shard"
+    assert any(f"`shard {lost[0]} of 2` is done again" in note for note in notes)
+    assert made == expected
 
 
 def test_a_cluster_that_does_not_answer_is_said_before_the_work() -> None:

@@ -13,10 +13,13 @@ from greedy import by_llama_cpp
 
 from fewbits import embedded, formats, model, planning
 from fewbits.artifact import Artifact
+from fewbits.artifact.packed_gguf import PackedGguf
 from fewbits.benchmarks.peers import ggml
 from fewbits.calibration.text import windows
 from fewbits.errors import InputError
+from fewbits.inspection.contents import inspect
 from fewbits.model.gguf import architectures
+from fewbits.model.gguf.types import BY_NAME
 from fewbits.model.weights import Weight
 from fewbits.progress import silent
 from fewbits.store.files import is_full_disk
@@ -88,6 +91,30 @@ def test_a_mixed_plan_is_found_in_the_file(name: str, tmp_path: Path) -> None:
         assert torch.equal(again.load(weight), made.decoded(weight)), weight.name
 
 
+def types_by_ggml(file: Path) -> dict[str, int]:
+    """The number of every tensor's type, by ggml's own reader: the gguf package's stops at a type that it does not know."""
+
+    class Settings(ctypes.Structure):  # gguf_init_params
+        _fields_ = (("no_alloc", ctypes.c_bool), ("context", ctypes.c_void_p))
+
+    lib, handle, text, index = ggml.library(), ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
+    for name, result, arguments in (
+        ("gguf_init_from_file", handle, (text, Settings)),
+        ("gguf_get_n_tensors", index, (handle,)),
+        ("gguf_get_tensor_name", text, (handle, index)),
+        ("gguf_get_tensor_type", ctypes.c_int, (handle, index)),
+        ("gguf_free", None, (handle,)),
+    ):
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    opened = lib.gguf_init_from_file(str(file).encode(), Settings(True, None))
+    assert opened
+    count = range(lib.gguf_get_n_tensors(opened))
+    found = {lib.gguf_get_tensor_name(opened, i).decode(): lib.gguf_get_tensor_type(opened, i) for i in count}
+    lib.gguf_free(opened)
+    return found
+
+
 @needs_llama_cpp
 def test_every_format_of_gguf_in_one_file(tmp_path: Path) -> None:
     """A weight in each, embedding and output too: read back by type and value, and computed by llama.cpp."""
@@ -101,10 +128,28 @@ def test_every_format_of_gguf_in_one_file(tmp_path: Path) -> None:
     made, file = write(source, "fp32", [f"^{name}$={fmt.name}" for name, fmt in assigned.items()], tmp_path)
     stored = {name: own.format for name, fmt in assigned.items() if (own := layout(fmt))}
     assert types(file) == stored and not made.plan.fallbacks
+    numbers, places = types_by_ggml(file), architectures.Places(made.config)
+    for name, fmt in assigned.items():
+        (place,), own = places(f"{name}.weight"), layout(fmt)
+        assert own and numbers[place.tensor] == BY_NAME[own.type].number, fmt.name
     again = model.open(file)
     for weight in made.weights:
         assert torch.equal(again.load(weight), made.decoded(weight)), (weight.name, assigned[weight.name].name)
     check_against_llama_cpp(made, file)
+
+
+@pytest.mark.parametrize("name", ["q1_0", "q2_0"])
+def test_a_type_that_the_gguf_package_cannot_decode_is_read_by_every_verb(name: str, embedded_model: model.Model, tmp_path: Path) -> None:
+    """verify and compare (`written`), run (`PackedGguf`), quantize (`model.open`), inspect."""
+    made, file = write(embedded_model, name, [], tmp_path)
+    assert {GGUF.written(file)[weight.name] for weight in made.weights} == {name}
+    packed, again, values = PackedGguf(file), model.open(file), {tensor.name: tensor.values for tensor in inspect(file).tensors}
+    places = architectures.Places(made.config)
+    for weight in made.weights:
+        expected, (place,) = made.decoded(weight), places(weight.parameter)
+        assert torch.equal(packed.decoded(weight), expected) and torch.equal(again.load(weight), expected), weight.name
+        seen = values[place.tensor]
+        assert seen and (seen.min, seen.max) == (float(expected.min()), float(expected.max())), weight.name
 
 
 def test_experts_of_one_tensor_must_have_one_format(tmp_path: Path) -> None:
@@ -175,18 +220,11 @@ def test_a_format_that_gguf_does_not_have_is_refused() -> None:
     assert "172 columns do not divide into Q8_0's blocks of 32" in (GGUF.accepts(odd, formats.get("int8_channel")) or "")
 
 
-def test_q2_0_waits_for_a_gguf_package_that_knows_it() -> None:
-    weight = Weight("model.layers.0.mlp.up_proj", (96, 256), "mlp", "fp16")
-    known = "Q2_0" in gguf.GGMLQuantizationType.__members__
-    refused = GGUF.accepts(weight, formats.get("q2_0"))
-    assert refused is None if known else refused and refused.endswith("is installed, and does not know Q2_0")
-
-
 def test_candidates_go_from_small_to_large_and_leave_out_what_only_suits_models_trained_for_it() -> None:
     bits = [formats.get(name).bits_per_weight((256, 256)) for name in GGUF.candidates]
     assert bits == sorted(bits) and len(set(GGUF.candidates)) == len(bits)
-    types = {own.format for fmt in formats.all().values() if (own := layout(fmt))}
-    assert types - set(GGUF.candidates) == {"q1_0", "tq1_0", "tq2_0", "fp32"} | (types & {"q2_0"})
+    written = {own.format for fmt in formats.all().values() if (own := layout(fmt))}
+    assert written - set(GGUF.candidates) == {"q1_0", "q2_0", "tq1_0", "tq2_0", "fp32"}
 
 
 def test_columns_that_do_not_divide_by_256_get_the_next_type_that_fits_with_the_reason() -> None:
@@ -204,16 +242,15 @@ def test_activations_are_rounded_in_the_blocks_that_ggml_multiplies_each_type_by
 
     lookup = ggml.library().ggml_get_type_traits_cpu
     lookup.restype, lookup.argtypes = ctypes.POINTER(Traits), [ctypes.c_int]
-    for name, (number, _, _) in ggml.TYPES.items():
-        weight, fmt = Weight("w", (256, 256), "mlp", "fp16"), formats.get(name.lower())
-        if layout(fmt):
-            block = ggml.library().ggml_blck_size(lookup(number).contents.vec_dot_type)
-            assert GGUF.activation_block(weight, fmt) == block, name
+    for name, kind in ggml.QUANTIZED.items():
+        weight, fmt = Weight("w", (256, 256), "mlp", "fp16"), formats.get(name)
+        block = ggml.library().ggml_blck_size(lookup(kind.number).contents.vec_dot_type)
+        assert GGUF.activation_block(weight, fmt) == block, name
 
 
 def test_every_format_with_a_name_of_ggml_is_one_of_its_types() -> None:
     for fmt in formats.all().values():
-        if fmt.name.upper() in gguf.GGMLQuantizationType.__members__:
+        if fmt.name.upper() in BY_NAME:
             own = layout(fmt)
             assert own and own.type == fmt.name.upper(), fmt.name
 

@@ -12,7 +12,6 @@ from fewbits.errors import InputError, MissingError
 from fewbits.model.weights import Weight
 from fewbits.targets import onnx as onnx_target
 from fewbits.targets.compressed_tensors import schemes
-from fewbits.targets.gguf import layouts
 from fewbits.targets.onnx import versions
 from fewbits.verification import runtimes
 from fewbits.verification.runtimes import llamacpp
@@ -47,23 +46,6 @@ def test_a_plan_for_a_newer_onnxruntime_is_refused_when_it_is_read(monkeypatch: 
     monkeypatch.setattr(versions, "installed", lambda _: "1.26.0")
     with pytest.raises(InputError, match=r"1.26.0 is installed, and 2-bit embeddings run from 1.27 on"):
         planning.read(text, embedded_model.weights, target)
-
-
-@pytest.mark.parametrize(("fmt", "first"), [("mxfp4", "0.18"), ("nvfp4", "0.19"), ("q1_0", "0.19")])
-def test_the_gguf_package(monkeypatch: pytest.MonkeyPatch, fmt: str, first: str) -> None:
-    assert refused("gguf", fmt) == ""
-    whole = layouts._constants()
-    older = {name: number for name, number in whole.GGMLQuantizationType.__members__.items() if name != fmt.upper()}
-    kind = SimpleNamespace(__members__=older)
-    monkeypatch.setattr(layouts, "_constants", lambda: SimpleNamespace(GGMLQuantizationType=kind, GGML_QUANT_SIZES=whole.GGML_QUANT_SIZES))
-    monkeypatch.setattr(layouts, "version", lambda _: "0.17.1")
-    layouts.layout.cache_clear()
-    try:
-        assert refused("gguf", fmt) == f"the package gguf 0.17.1 is installed, and {first} is the first that knows {fmt.upper()}"
-        assert refused("gguf", "q4_k") == ""
-        assert "no type with the values" in refused("gguf", "q3_s6")
-    finally:
-        layouts.layout.cache_clear()
 
 
 def test_another_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What this processor can run: the native module `fewbits._native`, and the instruction sets that its kernels are written for.
 
-FEWBITS_KERNEL=reference, scalar, neon, avx2 or avx512 forces one of them.
+FEWBITS_KERNEL=reference, scalar, neon, avx2, avxvnni or avx512 forces one of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fewbits.errors import InputError
 
-BACKENDS = ("triton", "native-avx512", "native-avx2", "native-neon", "native-scalar", "reference")  # fastest first
+BACKENDS = ("triton", "native-avx512", "native-avxvnni", "native-avx2", "native-neon", "native-scalar", "reference")  # fastest first
 ABI = 7  # kernels/native/kernels.h holds the same number
 FORCE = "FEWBITS_KERNEL"
 

@@ -172,9 +172,7 @@ def _info_of_floats(folder: Folder, name: str) -> Loadable:
 
 
 def _gguf(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
-    import gguf
-
-    from fewbits.model.gguf.checkpoint import open_reader
+    from fewbits.model.gguf.checkpoint import as_float32, open_reader
 
     reader = open_reader(path)
     metadata = {}
@@ -185,16 +183,10 @@ def _gguf(path: Path) -> tuple[str, dict[str, Any], list[Loadable]]:
             raise InputError(f"`{key}` of `{path}` cannot be read: {failure}", "the file is damaged; fetch it again") from failure
         metadata[key] = value if not isinstance(value, list) or len(value) <= 8 else f"[{len(value)} values]"
 
-    def load(tensor: Any) -> Any:
-        try:
-            return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        except (NotImplementedError, TypeError) as failure:
-            raise InputError(f"`{tensor.name}` is stored as {tensor.tensor_type.name}, which cannot be decoded", "update gguf") from failure
-
     tensors: list[Loadable] = [
         (
             TensorInfo(t.name, t.tensor_type.name.lower(), tuple(int(n) for n in reversed(t.shape)), int(t.n_bytes)),
-            partial(load, t),
+            partial(as_float32, t.data, t.tensor_type),
         )
         for t in reader.tensors
     ]

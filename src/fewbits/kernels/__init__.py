@@ -9,8 +9,8 @@
 All pack and decode to the same bits. On the processor a product rounds its activations to int8, 32 columns under one scale, unless it is
 asked to be exact; on a GPU they are never rounded.
 
-FEWBITS_KERNEL=reference, scalar, neon, avx2, avx512 or triton forces a backend on its device, for every format that has it. Under
-Triton's interpreter (TRITON_INTERPRET=1) `triton` can be forced for the processor too.
+FEWBITS_KERNEL=reference, scalar, neon, avx2, avxvnni, avx512 or triton forces a backend on its device, for every format that has it.
+Under Triton's interpreter (TRITON_INTERPRET=1) `triton` can be forced for the processor too.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fewbits.devices import processor
 
-_ISAS = ("avx512", "avx2", "neon", "scalar")
+_ISAS = ("avx512", "avxvnni", "avx2", "neon", "scalar")
 MOST_COLUMNS = 65536  # as in native/matmul/w8a8.h: sums of more columns could overflow 32 bits
 
 

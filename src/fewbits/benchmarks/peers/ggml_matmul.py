@@ -74,7 +74,7 @@ class GgmlMatmul(Multiplier):
         self._backend = lib.ggml_backend_cpu_init()
         lib.ggml_backend_cpu_set_n_threads(self._backend, threads)
         self._context = _context((count + 1) * lib.ggml_tensor_overhead())
-        self._weights = [lib.ggml_new_tensor_2d(self._context, ggml.TYPES[name][0], cols, rows) for _ in range(count)]
+        self._weights = [lib.ggml_new_tensor_2d(self._context, ggml.TYPES[name].number, cols, rows) for _ in range(count)]
         with _quiet(lib):
             self._buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self._context, _buffer_type(lib, repacked))
             if not self._buffer:
@@ -139,7 +139,7 @@ def repacks(name: str, shape: tuple[int, int]) -> bool:
         return False
     context = _context(8 * lib.ggml_tensor_overhead())
     backend = lib.ggml_backend_cpu_init()
-    weight = lib.ggml_new_tensor_2d(context, ggml.TYPES[ggml.SPELLED[name]][0], shape[1], shape[0])
+    weight = lib.ggml_new_tensor_2d(context, ggml.QUANTIZED[name].number, shape[1], shape[0])
     buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(context, kind)
     product = lib.ggml_mul_mat(context, weight, lib.ggml_new_tensor_2d(context, _F32, shape[1], 1))
     supported = bool(lib.ggml_backend_dev_supports_op(lib.ggml_backend_get_device(backend), product))

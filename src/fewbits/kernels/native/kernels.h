@@ -110,7 +110,7 @@ struct Functions {
 // Its constructor adds it to the table: each kernel is a static object of its file.
 struct Kernel {
   const Layout& layout;
-  const char* isa;  // "scalar", "avx2", "avx512"
+  const char* isa;  // "scalar", "avx2", "avxvnni", "avx512", "neon"
   bool (*runs_here)();
   Functions of;
   const Kernel* next;

@@ -22,9 +22,13 @@ from fewbits.model.gguf.quantized import StoredTypes, stored_types
 from fewbits.store.untrusted import first_line
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from fewbits.model.gguf.architectures import Place
+    from fewbits.model.gguf.types import Type
+
+    Array = np.ndarray[Any, Any]
 
 _DAMAGED = "the file is truncated or damaged; fetch it again"
 _FLOATS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -243,21 +247,32 @@ def _open_one(path: Path) -> Header:
         raise InputError(f"`{path}` cannot be read: {failure.strerror}", "check the path and its permissions") from failure
 
 
-def decoded(tensor: Any, expert: int | None) -> Tensor:
+def decoded(tensor: header.Tensor, expert: int | None) -> Tensor:
     """The values of a tensor, or of one slice of a stack: floats as they are, a quantized type as float32."""
     import numpy as np
     import torch
-    from gguf import quants
 
     data = np.array(tensor.data if expert is None else tensor.data[expert])  # a copy: torch refuses read-only memory
     if data.dtype != np.uint8:  # floats of 16 and 32 bits, integers
         return torch.from_numpy(data)
     if tensor.tensor_type.name == "BF16":
         return torch.from_numpy(data).view(torch.bfloat16)
+    return torch.from_numpy(as_float32(data, tensor.tensor_type))
+
+
+def as_float32(data: Array, kind: Type) -> Array:
+    """The numbers of a tensor, by numpy alone where the gguf package can: torch takes seconds to import."""
+    import gguf
+    import numpy as np
+
     try:
-        return torch.from_numpy(quants.dequantize(data, tensor.tensor_type))
-    except NotImplementedError as failure:  # gguf 0.19 knows Q1_0 by name alone
-        fmt = formats.all().get(tensor.tensor_type.name.lower())
-        if fmt is None:
-            raise InputError(f"`{tensor.name}` is stored as {tensor.tensor_type.name}, which cannot be decoded", "update gguf") from failure
-        return fmt.decode(*fmt.unpack({"blocks": torch.from_numpy(data).flatten(0, -2)})).reshape(*data.shape[:-1], -1)
+        values: Array = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind.name])
+    except (KeyError, NotImplementedError):  # integers; and gguf 0.19 does not know Q2_0, and of Q1_0 no more than its size
+        if data.dtype != np.uint8:
+            return data.astype(np.float32)
+        import torch
+
+        fmt = formats.get(kind.name)
+        rows = torch.from_numpy(np.array(data).reshape(-1, data.shape[-1]))
+        values = fmt.decode(*fmt.unpack({"blocks": rows})).numpy().reshape(*data.shape[:-1], -1)
+    return values

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits.model import limits
+from fewbits.model.gguf.types import BY_NUMBER, Type
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +41,7 @@ class Field:
 @dataclass(frozen=True)
 class Tensor:
     name: str
-    tensor_type: Any  # gguf's enumeration
+    tensor_type: Type
     shape: tuple[int, ...]  # columns first
     n_bytes: int
     data: np.ndarray[Any, Any]  # rows first; the bytes of each row if the type is quantized
@@ -126,19 +127,15 @@ def _check_apart(infos: list[_Info], tensors: tuple[Tensor, ...]) -> None:
 
 
 def _tensors(octets: np.ndarray[Any, Any], start: int, infos: list[_Info], align: int) -> Iterator[Tensor]:
-    import gguf
-
     for info in infos:
-        kind = gguf.GGMLQuantizationType(info.type)
-        if kind not in gguf.GGML_QUANT_SIZES:
-            raise ValueError(f"`{info.name}` is of the type {kind.name}, whose size is not known")
-        block, size = gguf.GGML_QUANT_SIZES[kind]
+        if (kind := BY_NUMBER.get(info.type)) is None:
+            raise ValueError(f"`{info.name}` is of ggml's type {info.type}, which is not known here")
         if info.offset % align:
             raise ValueError(f"`{info.name}` lies at byte {info.offset}, which is no multiple of {align}")
         rows = info.shape[:0:-1]
-        if info.shape[0] % block:
+        if info.shape[0] % kind.block:
             raise ValueError(f"`{info.name}` has {info.shape[0]} columns, not a whole number of {kind.name}'s blocks")
-        nbytes = math.prod(info.shape) // block * size
+        nbytes = math.prod(info.shape) // kind.block * kind.nbytes
         if start + info.offset + nbytes > len(octets):
             raise ValueError(f"it ends before `{info.name}` does")
         data = octets[start + info.offset : start + info.offset + nbytes]

@@ -14,7 +14,7 @@ from fewbits.errors import InputError
 from fewbits.model.gguf import architectures
 from fewbits.store.scratch import scratch_folder
 from fewbits.targets import Target
-from fewbits.targets.gguf.layouts import Layout, lacking, layout
+from fewbits.targets.gguf.layouts import Layout, layout
 from fewbits.targets.running import PROMPT, Command
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Gguf(Target):
             return "convolutions are not written as GGUF yet"
         stored = layout(fmt)
         if stored is None:
-            return lacking(fmt) or f"GGUF has no type with the values of {fmt.name}"
+            return f"GGUF has no type with the values of {fmt.name}"
         if weight.shape[1] % stored.block:
             return f"{weight.shape[1]} columns do not divide into {stored.type}'s blocks of {stored.block}, in which GGUF keeps {fmt.name}"
         if stored.type != "F32" and weight.name.endswith("token_type_embeddings"):
@@ -191,14 +191,18 @@ def types(path: Path) -> dict[str, str]:
 
 
 def tensor_types(path: Path) -> dict[str, str]:
-    """The format of every tensor of a file, by the gguf package's reader, in the words of `layout(fmt).format`."""
+    """The format of every tensor of a file, by the gguf package's reader, in the words of `layout(fmt).format`. Of a file with a type that
+    the package does not know, by ours: it has llama.cpp alone for another judge."""
     import gguf
 
     from fewbits.model.gguf.checkpoint import open_reader
     from fewbits.targets.gguf.layouts import format_of
 
-    parts = [gguf.GGUFReader(file).tensors for file in open_reader(path).paths]
-    return {tensor.name: format_of(tensor.tensor_type.name) for part in parts for tensor in part}
+    opened = open_reader(path)
+    tensors: list[Any] = [*opened.tensors]
+    if {tensor.tensor_type.name for tensor in tensors} <= gguf.GGMLQuantizationType.__members__.keys():
+        tensors = [tensor for file in opened.paths for tensor in gguf.GGUFReader(file).tensors]
+    return {tensor.name: format_of(tensor.tensor_type.name) for tensor in tensors}
 
 
 TARGET = Gguf()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits.artifact import manifest
-from fewbits.model.gguf import architectures, metadata
+from fewbits.model.gguf import architectures, metadata, types
 from fewbits.model.gguf.metadata import Raw
 from fewbits.store.untrusted import read_json
 
@@ -81,7 +81,7 @@ def _file_type(tensors: list[FileTensor]) -> int:
 
     held: Counter[str] = Counter()
     for tensor in tensors:
-        held[tensor.type] += tensor.nbytes * gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]][0]
+        held[tensor.type] += tensor.nbytes * types.BY_NAME[tensor.type].block
     most = held.most_common(1)[0][0]
     labels = gguf.LlamaFileType.__members__
     return int(next((labels[name] for name in (f"ALL_{most}", f"MOSTLY_{most}", f"MOSTLY_{most}_M") if name in labels), 1024))

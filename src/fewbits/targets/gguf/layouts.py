@@ -6,15 +6,13 @@ int4_g32 becomes Q4_0, int8_channel becomes Q8_0 with its scale repeated. Nothin
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fewbits import formats
+from fewbits.model.gguf import types
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +23,6 @@ _CASTS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _NAMES = {"F32": "fp32", "F16": "fp16"}  # of types whose name here is not ggml's in lower case
 _ONE_SCALE = ("q4_0", "q5_0", "q8_0")  # GGUF types of the form scale * level, whose values other formats share
 _ANY = (256, 256)  # a shape that every format fits
-# the gguf package that first knows these types; fewbits runs with older ones too. None: not in a published one by August 2026
-_FIRST_GGUF = {"mxfp4": "0.18", "nvfp4": "0.19", "q1_0": "0.19", "q2_0": None}
 
 
 @dataclass(frozen=True)
@@ -48,39 +44,16 @@ class Layout:
 @cache
 def layout(fmt: Format) -> Layout | None:
     """By structure: float, a GGUF type itself, or one with the values of a GGUF type. None: GGUF cannot store it."""
-    gguf = _constants()
     specs = fmt.parts(_ANY)
     if fmt.is_cast:
         dtype = specs["values"].dtype if specs.keys() == {"values"} else ""
         size = specs["values"].nbytes // (_ANY[0] * _ANY[1]) if dtype else 0
         return Layout(_CASTS[dtype], 1, size, lambda parts: octets(parts["values"])) if dtype in _CASTS else None
-    ggml = gguf.GGMLQuantizationType.__members__.get(fmt.name.upper())
+    ggml = types.BY_NAME.get(fmt.name.upper())
     if ggml is not None and specs.keys() == {"blocks"}:
-        block, block_bytes = gguf.GGML_QUANT_SIZES[ggml]
-        same_size = fmt.block == block and fmt.nbytes(_ANY) == _ANY[0] * _ANY[1] // block * block_bytes
-        return Layout(ggml.name, block, block_bytes, lambda parts: parts["blocks"]) if same_size else None
+        same_size = fmt.block == ggml.block and fmt.nbytes(_ANY) == _ANY[0] * _ANY[1] // ggml.block * ggml.nbytes
+        return Layout(ggml.name, ggml.block, ggml.nbytes, lambda parts: parts["blocks"]) if same_size else None
     return _same_values(fmt)
-
-
-def lacking(fmt: Format) -> str | None:
-    """Why the gguf package that is installed cannot write a type that GGUF has; None if it can, or if there is no such type."""
-    if fmt.name not in _FIRST_GGUF or fmt.name.upper() in _constants().GGMLQuantizationType.__members__:
-        return None
-    if (first := _FIRST_GGUF[fmt.name]) is None:
-        return f"the package gguf {version('gguf')} is installed, and does not know {fmt.name.upper()}"
-    return f"the package gguf {version('gguf')} is installed, and {first} is the first that knows {fmt.name.upper()}"
-
-
-@cache
-def _constants() -> Any:
-    """gguf's tables of types without the rest of the package, whose import would take a third of the time of `fewbits formats`."""
-    package = importlib.util.find_spec("gguf")
-    assert package and package.submodule_search_locations
-    spec = importlib.util.spec_from_file_location("gguf_constants", Path(package.submodule_search_locations[0]) / "constants.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _same_values(fmt: Format) -> Layout | None:

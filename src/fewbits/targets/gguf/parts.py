@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fewbits.model.gguf import architectures, metadata
+from fewbits.model.gguf import architectures, metadata, types
 from fewbits.targets.gguf.header import add_metadata
 
 if TYPE_CHECKING:
@@ -95,8 +95,6 @@ def padded(nbytes: int) -> int:
 
 
 def _write_header(writer: Any, artifact: Artifact | Draft, part: Part, all_tensors: list[FileTensor]) -> None:
-    import gguf
-
     if part.number == 0:
         add_metadata(writer, artifact, all_tensors)
     if part.count:
@@ -104,7 +102,7 @@ def _write_header(writer: Any, artifact: Artifact | Draft, part: Part, all_tenso
         writer.add_uint16("split.count", part.count)
         writer.add_int32("split.tensors.count", len(all_tensors))
     for tensor in part.tensors:
-        writer.add_tensor_info(tensor.name, tensor.shape, None, tensor.nbytes, gguf.GGMLQuantizationType[tensor.type])
+        writer.add_tensor_info(tensor.name, tensor.shape, None, tensor.nbytes, types.BY_NAME[tensor.type].number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

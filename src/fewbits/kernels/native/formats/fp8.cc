@@ -8,6 +8,7 @@
 
 #include "kernels.h"
 #include "platform/avx512.h"
+#include "platform/avxvnni.h"
 #include "platform/neon.h"
 
 namespace fewbits {
@@ -206,7 +207,7 @@ template <const Values& values>
 struct Kernels {
   Kernel scalar;
 #if defined(__x86_64__)
-  Kernel avx2, avx512;
+  Kernel avx2, avxvnni, avx512;
 #elif defined(__aarch64__)
   static constexpr int kMantissa = &values == &kE4m3 ? 3 : 2;
   Kernel neon;
@@ -217,6 +218,7 @@ struct Kernels {
 #if defined(__x86_64__)
         ,
         avx2(layout, "avx2", has_avx2, with_dot(decode_row_avx2<values>, dot_rows_avx2<values>)),
+        avxvnni(layout, "avxvnni", has_avxvnni, avx2.of),  // these products are of floats
         avx512(layout, "avx512", has_avx512, with_dot(decode_row_avx2<values>, dot_rows_avx512<values>))
 #elif defined(__aarch64__)
         ,

@@ -31,6 +31,7 @@ void multiply(const Panel& panel, const ByteTraits& bytes, const ActivationTile&
 MicroKernel find_micro_kernel(const char* isa, [[maybe_unused]] const ByteTraits& bytes) {
 #if defined(__x86_64__)
   if (!std::strcmp(isa, "avx512")) return micro_kernel_avx512(bytes);
+  if (!std::strcmp(isa, "avxvnni")) return micro_kernel_avxvnni(bytes);
   if (!std::strcmp(isa, "avx2")) return micro_kernel_avx2(bytes);
 #elif defined(__aarch64__)
   if (!std::strcmp(isa, "neon")) return micro_kernel_neon(bytes);

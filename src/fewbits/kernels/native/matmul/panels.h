@@ -26,6 +26,7 @@ struct MicroKernel {
 MicroKernel find_micro_kernel(const char* isa, const ByteTraits& bytes);
 #if defined(__x86_64__)
 MicroKernel micro_kernel_avx2(const ByteTraits& bytes);
+MicroKernel micro_kernel_avxvnni(const ByteTraits& bytes);
 MicroKernel micro_kernel_avx512(const ByteTraits& bytes);
 #elif defined(__aarch64__)
 MicroKernel micro_kernel_neon(const ByteTraits& bytes);

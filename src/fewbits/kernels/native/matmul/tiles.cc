@@ -173,6 +173,7 @@ TileFunctions find_tiles([[maybe_unused]] const char* isa, [[maybe_unused]] cons
 #if defined(__x86_64__)
   if (bytes.codebook && std::strcmp(isa, "scalar")) return find_codebook_tiles(isa, bytes);
   if (!std::strcmp(isa, "avx512")) return tiles_avx512(bytes);
+  if (!std::strcmp(isa, "avxvnni")) return tiles_avxvnni(bytes);
   if (!std::strcmp(isa, "avx2")) return tiles_avx2(bytes);
 #endif
   return {};

@@ -72,6 +72,7 @@ struct TileFunctions {
 TileFunctions find_tiles(const char* isa, const ByteTraits& bytes);
 #if defined(__x86_64__)
 TileFunctions tiles_avx2(const ByteTraits& bytes);
+TileFunctions tiles_avxvnni(const ByteTraits& bytes);
 TileFunctions tiles_avx512(const ByteTraits& bytes);
 #endif
 

@@ -46,7 +46,7 @@ FEWBITS_AVX512 float quantize_avx512(const float* x, size_t cols, int8_t* codes)
 Quantize find(const char* isa) {
 #if defined(__x86_64__)
   if (!std::strcmp(isa, "avx512") && has_avx512()) return quantize_avx512;
-  if (!std::strcmp(isa, "avx2") && has_avx2()) return quantize_avx2;
+  if ((!std::strcmp(isa, "avx2") || !std::strcmp(isa, "avxvnni")) && has_avx2()) return quantize_avx2;
 #elif defined(__aarch64__)
   if (!std::strcmp(isa, "neon")) return quantize_scalar;  // the compiler vectorises the scalar code with NEON
 #endif

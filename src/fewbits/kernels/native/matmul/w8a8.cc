@@ -12,10 +12,12 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
 #include "platform/avx512.h"
+#include "platform/avxvnni.h"
 #include "platform/neon.h"
 #include "platform/threads.h"
 
@@ -75,7 +77,6 @@ void dot_four_scalar(const int8_t* x, const int8_t* const* w, size_t cols, int32
 RowFacts look_scalar(const int8_t* x, size_t cols) { return look_at(x, cols); }
 #if defined(__x86_64__)
 FEWBITS_AVX2 RowFacts look_avx2(const int8_t* x, size_t cols) { return look_at(x, cols); }
-FEWBITS_AVX512 RowFacts look_avx512(const int8_t* x, size_t cols) { return look_at(x, cols); }
 #endif
 
 void multiply_scalar(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
@@ -93,23 +94,6 @@ inline int32_t four_of(const Tile8& x, size_t step, size_t rows, size_t row) {
 }
 
 constexpr size_t kAhead = 1024;  // bytes to prefetch ahead
-
-// VNNI with sums of w + 128: the caller subtracts 128 times the sum of x at the end.
-FEWBITS_AVX512 void dot_four_avx512(const int8_t* x, const int8_t* const* w, size_t cols, int32_t* sums) {
-  const __m512i flip_u8x64 = _mm512_set1_epi8(static_cast<char>(0x80));
-  __m512i sum_i32x16[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
-  for (size_t j = 0; j < cols; j += 64) {
-    const __mmask64 here = cols - j >= 64 ? ~__mmask64{0} : (__mmask64{1} << (cols - j)) - 1;
-    const __m512i x_i8x64 = _mm512_maskz_loadu_epi8(here, x + j);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      _mm_prefetch(reinterpret_cast<const char*>(w[i] + j) + kAhead, _MM_HINT_T0);
-      const __m512i w_u8x64 = _mm512_xor_si512(_mm512_maskz_loadu_epi8(here, w[i] + j), flip_u8x64);
-      sum_i32x16[i] = _mm512_dpbusd_epi32(sum_i32x16[i], w_u8x64, x_i8x64);
-    }
-  }
-  for (int i = 0; i < 4; ++i) sums[i] = _mm512_reduce_add_epi32(sum_i32x16[i]);
-}
 
 // Always in 16 bits, because memory is the limit.
 FEWBITS_AVX2 void dot_four_avx2(const int8_t* x, const int8_t* const* w, size_t cols, int32_t* sums) {
@@ -131,26 +115,6 @@ FEWBITS_AVX2 void dot_four_avx2(const int8_t* x, const int8_t* const* w, size_t 
     for (const int32_t lane : lanes) sums[i] += lane;
     for (size_t k = j; k < cols; ++k) sums[i] += x[k] * w[i][k];
   }
-}
-
-template <int kRows>
-FEWBITS_AVX512 void multiply_avx512(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
-  __m512i sum_i32x16[kRows][2];
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < 2; ++v) sum_i32x16[r][v] = _mm512_loadu_si512(sums + r * kWeights + 16 * v);
-  for (size_t step = 0; step < steps; ++step) {
-    const __m512i first_u8x64 = _mm512_load_si512(panel.bytes[step][0]), second_u8x64 = _mm512_load_si512(panel.bytes[step][16]);
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; ++r) {
-      const __m512i x_i8x64 = _mm512_set1_epi32(four_of(x, step, kRows, r));
-      sum_i32x16[r][0] = _mm512_dpbusd_epi32(sum_i32x16[r][0], first_u8x64, x_i8x64);
-      sum_i32x16[r][1] = _mm512_dpbusd_epi32(sum_i32x16[r][1], second_u8x64, x_i8x64);
-    }
-  }
-#pragma GCC unroll 12
-  for (int r = 0; r < kRows; ++r)
-    for (int v = 0; v < 2; ++v) _mm512_storeu_si512(sums + r * kWeights + 16 * v, sum_i32x16[r][v]);
 }
 
 template <int kRows>
@@ -202,17 +166,26 @@ FEWBITS_AVX2 void multiply_wide_avx2(const Panel& panel, const Tile8& x, size_t 
     }
 }
 
-void rows_avx512(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
-  constexpr Multiply8 kOf[] = {multiply_avx512<1>, multiply_avx512<2>,  multiply_avx512<3>,  multiply_avx512<4>,
-                               multiply_avx512<5>, multiply_avx512<6>,  multiply_avx512<7>,  multiply_avx512<8>,
-                               multiply_avx512<9>, multiply_avx512<10>, multiply_avx512<11>, multiply_avx512<12>};
-  kOf[x.rows - 1](panel, x, steps, sums);
-}
-
 void rows_avx2(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
   constexpr Multiply8 kOf[] = {multiply_avx2<1>, multiply_avx2<2>, multiply_avx2<3>, multiply_avx2<4>};
   kOf[x.rows - 1](panel, x, steps, sums);
 }
+
+namespace vnni_512 {
+using namespace avx512;
+constexpr size_t kMostRows = 12;
+#define FEWBITS_ISA FEWBITS_AVX512
+#include "matmul/w8a8_vnni.inc"
+#undef FEWBITS_ISA
+}  // namespace vnni_512
+
+namespace vnni_256 {
+using namespace avxvnni;
+constexpr size_t kMostRows = 6;
+#define FEWBITS_ISA FEWBITS_AVXVNNI
+#include "matmul/w8a8_vnni.inc"
+#undef FEWBITS_ISA
+}  // namespace vnni_256
 #elif defined(__aarch64__)
 namespace dotprod {
 using neon_dotprod::add_dot;
@@ -240,7 +213,8 @@ bool has_no_dotprod() { return !has_dotprod(); }
 
 constexpr Kernel8 kKernels[] = {
 #if defined(__x86_64__)
-    {"avx512", has_avx512, rows_avx512, rows_avx512, 12, true, look_avx512, dot_four_avx512, true},
+    {"avx512", has_avx512, vnni_512::rows, vnni_512::rows, vnni_512::kMostRows, true, vnni_512::look, vnni_512::dot_four, true},
+    {"avxvnni", has_avxvnni, vnni_256::rows, vnni_256::rows, vnni_256::kMostRows, true, vnni_256::look, vnni_256::dot_four, true},
     {"avx2", has_avx2, rows_avx2, multiply_wide_avx2, 4, false, look_avx2, dot_four_avx2, false},
 #elif defined(__aarch64__)
     {"neon", has_dotprod, dotprod::multiply_rows, dotprod::multiply_rows, 4, false, look_scalar, dotprod::dot_four, false},
