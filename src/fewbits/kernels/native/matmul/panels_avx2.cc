@@ -50,8 +50,8 @@ FEWBITS_AVX2 void multiply(const Panel& panel, const ActivationTile& x, size_t b
             const __m256i x_i8x32 = _mm256_set1_epi32(four);
             const __m256i first_i16x16 = products(first_x32, x_i8x32, kSigned),
                           second_i16x16 = products(second_x32, x_i8x32, kSigned);
-            sum_i16x16[r][0] = j ? _mm256_add_epi16(sum_i16x16[r][0], first_i16x16) : first_i16x16;
-            sum_i16x16[r][1] = j ? _mm256_add_epi16(sum_i16x16[r][1], second_i16x16) : second_i16x16;
+            sum_i16x16[r][0] = j ? now(_mm256_add_epi16(sum_i16x16[r][0], first_i16x16)) : first_i16x16;
+            sum_i16x16[r][1] = j ? now(_mm256_add_epi16(sum_i16x16[r][1], second_i16x16)) : second_i16x16;
           }
         }
 #pragma GCC unroll 4
@@ -59,7 +59,7 @@ FEWBITS_AVX2 void multiply(const Panel& panel, const ActivationTile& x, size_t b
           for (int v = 0; v < 2; ++v) {
             const __m256i wide_i32x8 = _mm256_madd_epi16(sum_i16x16[r][v], ones_i16x16);
             if (k)
-              sum_i32x8[r][v] = _mm256_add_epi32(sum_i32x8[r][v], wide_i32x8);
+              sum_i32x8[r][v] = now(_mm256_add_epi32(sum_i32x8[r][v], wide_i32x8));
             else
               sum_i32x8[r][v] = kSigned
                                     ? wide_i32x8

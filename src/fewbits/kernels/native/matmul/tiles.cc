@@ -193,9 +193,9 @@ bool tile(const Kernel& kernel, const PackedWeight& weight, size_t weights, size
   const Kernel* const scalar = find_kernel(kernel.layout.format, "scalar");
   const size_t stripe_bytes = tiling.stripe_bytes(), panels = (weights + kPanelRows - 1) / kPanelRows;
   uint8_t code_of[256];
-  // AVX2's panels hold 8-bit codes as signed bytes
+  // AVX2's panels hold 8-bit codes as signed bytes, and so do its tiles
   const size_t above = !std::strcmp(kernel.isa, "avx2") && tiling.bytes.bits == 8 ? tiling.bytes.zero : 0;
-  for (size_t i = 0; i < 256; ++i) code_of[i] = static_cast<uint8_t>(i + above);
+  for (size_t i = 0; i < 256; ++i) code_of[i] = static_cast<uint8_t>(i);
   if (tiling.bytes.doubled) code_of[2] = 1;
   if (tiling.bytes.levels)
     for (size_t i = 16; i-- > 0;) code_of[(tiling.bytes.levels[i] - above) & 255] = static_cast<uint8_t>(i);

@@ -11,17 +11,14 @@ using namespace avx2;
 // AVX2's panels hold 8-bit codes as signed bytes.
 template <int kBits, int kByteBits>
 FEWBITS_AVX2 void unpack(const Tiling& tiling, const uint8_t* codes, size_t blocks, size_t lane, uint8_t (*into)[kPanelRows][4]) {
-  const __m256i zero_u8x32 = _mm256_set1_epi8(static_cast<char>(tiling.bytes.zero));
+  const __m256i levels_x32 = levels_of<kByteBits == 8>(tiling.bytes);
   for (size_t b = 0; b < blocks; ++b, codes += 64 * kBits) {
     for (int line = 0; line < kBits; ++line) _mm_prefetch(reinterpret_cast<const char*>(codes) + kAhead + 64 * line, _MM_HINT_T0);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       __m256i steps[8];
-      read_steps<kBits, kBits != kByteBits>(codes + 32 * half, tiling.bytes.levels, steps);
-      for (int k = 0; k < 8; ++k) {
-        const __m256i bytes_x32 = kByteBits == 8 ? _mm256_sub_epi8(steps[k], zero_u8x32) : steps[k];
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(into[8 * b + k][lane + 8 * half]), bytes_x32);
-      }
+      read_steps<kBits, kBits != kByteBits>(codes + 32 * half, levels_x32, steps);
+      for (int k = 0; k < 8; ++k) _mm256_storeu_si256(reinterpret_cast<__m256i*>(into[8 * b + k][lane + 8 * half]), steps[k]);
     }
   }
 }

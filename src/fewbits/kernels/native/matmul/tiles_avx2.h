@@ -25,7 +25,7 @@ FEWBITS_AVX2_INLINE void read_plane(const uint8_t* at, __m256i (&steps)[8]) {
 
 // 8 rows of a stripe; `at` points to their first bytes.
 template <int kBits, bool kLevels>
-FEWBITS_AVX2_INLINE void read_steps(const uint8_t* at, const uint8_t* levels, __m256i (&steps)[8]) {
+FEWBITS_AVX2_INLINE void read_steps(const uint8_t* at, __m256i levels_x32, __m256i (&steps)[8]) {
   if constexpr (kBits == 8) {
     for (int k = 0; k < 8; ++k) steps[k] = load_32(at + 64 * k);
   } else if constexpr (kBits >= 4) {
@@ -39,7 +39,15 @@ FEWBITS_AVX2_INLINE void read_steps(const uint8_t* at, const uint8_t* levels, __
     if constexpr (kBits == 3) read_plane<1, 2, true>(at + 128, steps);
   }
   if constexpr (kLevels)
-    for (int k = 0; k < 8; ++k) steps[k] = look_up(levels, steps[k]);
+    for (int k = 0; k < 8; ++k) steps[k] = _mm256_shuffle_epi8(levels_x32, steps[k]);
+}
+
+// What the codes stand for, signed if that takes 8 bits.
+template <bool kSigned>
+FEWBITS_AVX2_INLINE __m256i levels_of(const ByteTraits& bytes) {
+  if (!bytes.levels) return _mm256_setzero_si256();
+  const __m256i levels_u8x32 = _mm256_broadcastsi128_si256(load_16(bytes.levels));
+  return kSigned ? _mm256_sub_epi8(levels_u8x32, _mm256_set1_epi8(static_cast<char>(bytes.zero))) : levels_u8x32;
 }
 
 // 2^(e - 128), by bits: the two smallest are subnormal, and 255 is NaN.
@@ -71,6 +79,7 @@ struct Kind {
 template <typename Of>
 struct Columns {
   __m256i four_i8x32[8];  // four columns in every lane
+  __m256i size_u8x32[8];  // their magnitudes, if signed levels multiply them
   __m256i zeros_i32x8[Of::kUnits];
   __m256i owed_i16x16[Of::kUnits];  // the same for nested scales, which multiply it: in the lanes of pairs of products
   __m256 scale_f32x8;
@@ -79,12 +88,16 @@ struct Columns {
   FEWBITS_AVX2_INLINE Columns(const ActivationRow& x, size_t b, int zero) : scale_f32x8(_mm256_set1_ps(x.scale[b])) {
     const uint8_t* const q = reinterpret_cast<const uint8_t*>(x.q) + 32 * b;
 #pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) four_i8x32[k] = _mm256_set1_epi32(load<int32_t>(q + 4 * k));
+    for (int k = 0; k < 8; ++k) {
+      four_i8x32[k] = _mm256_set1_epi32(load<int32_t>(q + 4 * k));
+      if constexpr (Of::kSigned && Of::kLevels) size_u8x32[k] = _mm256_abs_epi8(four_i8x32[k]);
+    }
     const size_t first = Of::kUnits * b;
 #pragma GCC unroll 2
     for (size_t unit = 0; unit < Of::kUnits; ++unit) {
       zeros_i32x8[unit] = _mm256_set1_epi32((Of::kBy16 ? x.zeros_16 : x.zeros)[first + unit]);
-      if constexpr (Of::kOffsets) sums_f32x8[unit] = _mm256_set1_ps((Of::kBy16 ? x.sum_16 : x.sum_32)[first + unit]);
+      if constexpr (Of::kOffsets && !Of::kNested)
+        sums_f32x8[unit] = _mm256_set1_ps((Of::kBy16 ? x.sum_16 : x.sum_32)[first + unit]);
     }
     if constexpr (Of::kNested && !Of::kOffsets) {
       __m256i pairs_i16x16 = _mm256_maddubs_epi16(_mm256_set1_epi8(1), load_32(q));
@@ -103,23 +116,9 @@ struct Columns {
   }
 };
 
-// Levels beyond 7 bits, which are signed, and their magnitudes.
-struct SignedLevels {
-  __m256i level_i8x32, magnitude_u8x32;
-
-  FEWBITS_AVX2_INLINE explicit SignedLevels(const ByteTraits& bytes) {
-    level_i8x32 = _mm256_setzero_si256();
-    if (bytes.levels)
-      level_i8x32 =
-          _mm256_sub_epi8(_mm256_broadcastsi128_si256(load_16(bytes.levels)), _mm256_set1_epi8(static_cast<char>(bytes.zero)));
-    magnitude_u8x32 = _mm256_abs_epi8(level_i8x32);
-  }
-};
-
 // The products of a unit of 8 rows, summed by row and times `by`.
 template <typename Of>
-FEWBITS_AVX2_INLINE __m256i dot_unit(const __m256i (&steps)[8], const Columns<Of>& x, int unit, __m256i by_i16x16,
-                                     __m256i zero_u8x32, const SignedLevels& levels) {
+FEWBITS_AVX2_INLINE __m256i dot_unit(const __m256i (&steps)[8], const Columns<Of>& x, int unit, __m256i by_i16x16) {
   const bool starts = Of::kSigned || (Of::kNested && Of::kOffsets);  // nothing is owed for a zero
   __m256i sum_i32x8 = starts ? _mm256_setzero_si256() : x.zeros_i32x8[unit];
   if constexpr (Of::kNested && !Of::kOffsets && !Of::kSigned) sum_i32x8 = _mm256_madd_epi16(x.owed_i16x16[unit], by_i16x16);
@@ -129,11 +128,10 @@ FEWBITS_AVX2_INLINE __m256i dot_unit(const __m256i (&steps)[8], const Columns<Of
 #pragma GCC unroll 8
     for (int j = k; j < k + Of::kChain; ++j) {
       __m256i w_x32 = steps[j], x_i8x32 = x.four_i8x32[j];
-      if constexpr (Of::kSigned && Of::kLevels) {
-        x_i8x32 = _mm256_sign_epi8(x_i8x32, _mm256_shuffle_epi8(levels.level_i8x32, w_x32));
-        w_x32 = _mm256_shuffle_epi8(levels.magnitude_u8x32, w_x32);
+      if constexpr (Of::kSigned && Of::kLevels) {  // no level is -128: it may take the sign of x
+        x_i8x32 = _mm256_sign_epi8(w_x32, x_i8x32);
+        w_x32 = x.size_u8x32[j];
       } else if constexpr (Of::kSigned) {
-        w_x32 = _mm256_sub_epi8(w_x32, zero_u8x32);
         x_i8x32 = _mm256_sign_epi8(x_i8x32, w_x32);
         w_x32 = _mm256_abs_epi8(w_x32);
       }
@@ -165,12 +163,11 @@ FEWBITS_AVX2_INLINE void prefetch_block(const uint8_t* codes) {
 template <typename Of>
 FEWBITS_AVX2 void dot(const Tiling& tiling, StripeSums (&stripes)[kStreams], size_t blocks, const ActivationRow& x,
                       size_t first) {
-  const __m256i zero_u8x32 = _mm256_set1_epi8(static_cast<char>(tiling.bytes.zero)), ones_i16x16 = _mm256_set1_epi16(1);
-  const SignedLevels levels(tiling.bytes);
-  const size_t each = tiling.unit_of_run();
+  const __m256i levels_x32 = levels_of<Of::kSigned>(tiling.bytes), ones_i16x16 = _mm256_set1_epi16(1);
+  const int shift = std::countr_zero(tiling.unit_of_run());
   for (size_t b = 0; b < blocks; ++b) {
     const Columns<Of> columns(x, first + b, tiling.bytes.zero);
-    const size_t run = Of::kFrom == From::kFloats ? 0 : b / each;
+    const size_t run = b >> shift;
     for (StripeSums& stripe : stripes) {
       const uint8_t* const codes = stripe.codes + 64 * Of::kBits * b;
       prefetch_block<Of>(codes);
@@ -178,11 +175,11 @@ FEWBITS_AVX2 void dot(const Tiling& tiling, StripeSums (&stripes)[kStreams], siz
       for (int half = 0; half < 2; ++half) {
         __m256 total_f32x8 = _mm256_load_ps(stripe.total + 8 * half);
         __m256i steps[8];
-        read_steps<Of::kBits, Of::kLevels && !Of::kSigned>(codes + 32 * half, tiling.bytes.levels, steps);
+        read_steps<Of::kBits, Of::kLevels>(codes + 32 * half, levels_x32, steps);
 #pragma GCC unroll 2
         for (int unit = 0; unit < Of::kUnits; ++unit) {
           const size_t at = Of::kUnits * b + static_cast<size_t>(unit);
-          const __m256i sum_i32x8 = dot_unit<Of>(steps, columns, unit, ones_i16x16, zero_u8x32, levels);
+          const __m256i sum_i32x8 = dot_unit<Of>(steps, columns, unit, ones_i16x16);
           const __m256 scale_f32x8 = _mm256_mul_ps(scale_of<Of>(stripe, at, run, half), columns.scale_f32x8);
           total_f32x8 = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum_i32x8), scale_f32x8, total_f32x8);
           if constexpr (Of::kOffsets)
@@ -195,6 +192,7 @@ FEWBITS_AVX2 void dot(const Tiling& tiling, StripeSums (&stripes)[kStreams], siz
 }
 
 // Integers of scales in planes of six bits, as tiles.cc writes them, to [unit][16 rows] bytes less `zero`.
+template <bool kZero>
 FEWBITS_AVX2_INLINE void bytes_of_six(const uint8_t* at, size_t units, int zero, uint8_t* into) {
   const __m256i zero_i8x32 = _mm256_set1_epi8(static_cast<char>(zero));
   for (size_t first = 0; first < units; first += 8, at += 96, into += 128) {
@@ -203,7 +201,7 @@ FEWBITS_AVX2_INLINE void bytes_of_six(const uint8_t* at, size_t units, int zero,
     for (int i = 0; i < 4; ++i) {  // two units
       const __m256i six_u8x32 =
           _mm256_or_si256(bits_of(load_32(at + i % 2 * 32), i / 2 * 4, 4, 0), bits_of(top_u8x32, 2 * i, 2, 4));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(into + 32 * i), _mm256_sub_epi8(six_u8x32, zero_i8x32));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(into + 32 * i), kZero ? _mm256_sub_epi8(six_u8x32, zero_i8x32) : six_u8x32);
     }
   }
 }
@@ -234,27 +232,38 @@ FEWBITS_AVX2_INLINE __m256 minimum_of(const uint8_t* min, int half) {
   return _mm256_cvtepi32_ps(Of::kFrom == From::kFourBits ? _mm256_srli_epi32(m_i32x8, 4) : m_i32x8);
 }
 
+// `sum`: of x, scaled, for each of the chunk's units.
 template <typename Of>
-FEWBITS_AVX2_INLINE void begin_nested(const Tiling& tiling, const StripeSums& stripe, size_t blocks, NestedSums& sums) {
+FEWBITS_AVX2_INLINE void begin_nested(const Tiling& tiling, const StripeSums& stripe, size_t blocks, const float* sum,
+                                      NestedSums& sums) {
   const uint8_t* const at = stripe.header + (Of::kOffsets ? 4 : 2) * kStripe;
   sums.sub = sums.min = at;
   if constexpr (Of::kFrom == From::kSixBits) {
     const size_t units = tiling.units(blocks);
-    bytes_of_six(at, units, tiling.bytes.sub_zero, sums.six[0]);
-    if constexpr (Of::kOffsets) bytes_of_six(at + tiling.integer_bytes(blocks), units, 0, sums.six[1]);
+    bytes_of_six<!Of::kOffsets>(at, units, tiling.bytes.sub_zero, sums.six[0]);
+    if constexpr (Of::kOffsets) bytes_of_six<false>(at + tiling.integer_bytes(blocks), units, 0, sums.six[1]);
     sums.sub = sums.six[0], sums.min = sums.six[1];
   }
-  for (size_t row = 0; row < kStripe; ++row) sums.scaled[row] = sums.least[row] = 0;
+  for (size_t row = 0; row < kStripe; ++row) sums.scaled[row] = 0;
+  if constexpr (Of::kOffsets) {
+    __m256 least_f32x8[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+    for (size_t unit = 0; unit < Of::kUnits * blocks; ++unit)
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half)
+        least_f32x8[half] =
+            _mm256_fmadd_ps(minimum_of<Of>(sums.min + kStripe * unit, half), _mm256_set1_ps(sum[unit]), least_f32x8[half]);
+    for (int half = 0; half < 2; ++half) _mm256_store_ps(sums.least + 8 * half, least_f32x8[half]);
+  }
 }
 
 // Scales that are integers multiply the integer sums, where these are widened anyway, and no float is made of them.
 template <typename Of>
 FEWBITS_AVX2 void dot_nested(const Tiling& tiling, StripeSums (&stripes)[kStreams], size_t blocks, const ActivationRow& x,
                              size_t first) {
-  const __m256i zero_u8x32 = _mm256_set1_epi8(static_cast<char>(tiling.bytes.zero));
-  const SignedLevels levels(tiling.bytes);
+  const __m256i levels_x32 = levels_of<Of::kSigned>(tiling.bytes);
   NestedSums nested[kStreams];
-  for (size_t k = 0; k < kStreams; ++k) begin_nested<Of>(tiling, stripes[k], blocks, nested[k]);
+  for (size_t k = 0; k < kStreams; ++k)
+    begin_nested<Of>(tiling, stripes[k], blocks, (Of::kBy16 ? x.sum_16 : x.sum_32) + Of::kUnits * first, nested[k]);
   for (size_t b = 0; b < blocks; ++b) {
     const Columns<Of> columns(x, first + b, tiling.bytes.zero);
     for (size_t k = 0; k < kStreams; ++k) {
@@ -263,18 +272,13 @@ FEWBITS_AVX2 void dot_nested(const Tiling& tiling, StripeSums (&stripes)[kStream
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         __m256i steps[8], sum_i32x8;
-        read_steps<Of::kBits, Of::kLevels && !Of::kSigned>(codes + 32 * half, tiling.bytes.levels, steps);
+        read_steps<Of::kBits, Of::kLevels>(codes + 32 * half, levels_x32, steps);
 #pragma GCC unroll 2
         for (int unit = 0; unit < Of::kUnits; ++unit) {
           const size_t at = kStripe * (Of::kUnits * b + static_cast<size_t>(unit));
           const __m256i by_i16x16 = words_of<Of>(nested[k].sub + at, half);
-          const __m256i scaled_i32x8 = dot_unit<Of>(steps, columns, unit, by_i16x16, zero_u8x32, levels);
+          const __m256i scaled_i32x8 = dot_unit<Of>(steps, columns, unit, by_i16x16);
           sum_i32x8 = unit ? _mm256_add_epi32(sum_i32x8, scaled_i32x8) : scaled_i32x8;
-          if constexpr (Of::kOffsets) {
-            float* const least = nested[k].least + 8 * half;
-            const __m256 min_f32x8 = minimum_of<Of>(nested[k].min + at, half);
-            _mm256_store_ps(least, _mm256_fmadd_ps(min_f32x8, columns.sums_f32x8[unit], _mm256_load_ps(least)));
-          }
         }
         float* const scaled = nested[k].scaled + 8 * half;
         _mm256_store_ps(scaled, _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum_i32x8), columns.scale_f32x8, _mm256_load_ps(scaled)));

@@ -28,6 +28,12 @@ FEWBITS_AVX2_INLINE __m256i nibbles_by_half(const uint8_t* at) {
   return _mm256_and_si256(shifted_u8x32, _mm256_set1_epi8(15));
 }
 
+// A sum, now: GCC else gathers the additions of an unrolled loop at its end, and stores the terms until then.
+FEWBITS_AVX2_INLINE __m256i now(__m256i sum_x32) {
+  asm("" : "+x"(sum_x32));
+  return sum_x32;
+}
+
 // A float16 in all lanes.
 FEWBITS_AVX2_INLINE __m256 float16_lanes(const uint8_t* at) { return _mm256_cvtph_ps(_mm_set1_epi16(load<int16_t>(at))); }
 
