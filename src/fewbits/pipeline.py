@@ -27,7 +27,7 @@ from fewbits.model.gguf.model import GgufModel
 from fewbits.model.weights import TOWER
 from fewbits.planning.allocation import allocator
 from fewbits.planning.decision import predicted_kl
-from fewbits.preflight import Work, preflight, probe, within
+from fewbits.preflight import Work, preflight, probe, processes, within
 from fewbits.preflight.schedule import Schedule
 from fewbits.preflight.sizes import Sizes
 from fewbits.preflight.steps import rate_of
@@ -94,7 +94,7 @@ def quantize(model: str | Path, out: str | Path, *, progress: Progress[Any] = si
 @contextmanager
 def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
     """The model, the text and the work folder, after everything that can be refused was."""
-    began = time.monotonic() if request.began is None else request.began
+    request = replace(request, began=time.monotonic() if request.began is None else request.began)
     placement.find(request.passes_on)
     with doing(progress, f"opening {request.model}"):
         source = open_source(request.model, request.offline)
@@ -110,17 +110,20 @@ def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
     remarks = _remarks(request, source, subject, text)
     for remark in remarks:
         say(progress, remark)
+    rate = rate_of(subject.weights, time.perf_counter)
+    work = _work(request, subject, text, plan)
+    work = replace(work, processes=_processes(request, source, subject, work, plan, rate))
     schedule = None
     if request.within is not None:
-        schedule = _scheduled(request, source, subject, text, plan, Deadline(float(request.within), began), progress)
+        schedule = _scheduled(request, source, subject, text, plan, work, rate, progress)
         request = request.spending(schedule.chosen)
         text = _text(request, source, plan)
-    rate, pace = (schedule.rate, schedule.pace) if schedule else (None, USUAL)
-    ahead = preflight(subject, request.target, request.path, _work(request, subject, text, plan), plan, pace, rate=rate)
+        work = replace(_work(request, subject, text, plan), processes=work.processes)
+    ahead = preflight(subject, request.target, request.path, work, plan, schedule.pace if schedule else USUAL, rate=rate)
     ahead.check()
     with (
         open_cache(request.work, request.fresh, progress) as cache,
-        executors.open_crew(request.workers, source, request.model, request.offline) as crew,
+        executors.open_crew(request.workers.hiring(work.processes), source, request.model, request.offline) as crew,
     ):
         say(progress, ahead.line(done_before(cache.results(), len(subject.weights), ahead.blocks)))
         expect(progress, ahead.parts)
@@ -130,15 +133,21 @@ def _opened(request: Request, progress: Progress[Any]) -> Iterator[Run]:
             expect(progress, ())
 
 
+def _processes(request: Request, source: Model, subject: Model, work: Work, plan: Plan | None, rate: float) -> int:
+    """That measure and quantize, where `--executor` leaves it open. Layouts are not sent to workers."""
+    possible = request.workers.by_itself and subject is source and not request.sequential and request.imatrix is None
+    return processes.wanted(Sizes(subject, request.target, work, plan), work, rate) if possible and request.calibrates(plan) else 1
+
+
 def _scheduled(
-    request: Request, source: Model, subject: Model, text: Text, plan: Plan | None, deadline: Deadline, progress: Progress[Any]
+    request: Request, source: Model, subject: Model, text: Text, plan: Plan | None, work: Work, rate: float, progress: Progress[Any]
 ) -> Schedule:
     """What there is time for, by the clock of one block of this model; or what an earlier run found, which this one goes on from."""
-    work = _work(request, subject, text, plan)
+    assert request.within is not None and request.began is not None
+    deadline = Deadline(float(request.within), request.began)
     ids = text.samples.ids if text.samples and request.statistics is None else ()
     candidates = () if plan else tuple(pricing.worth_measuring(subject, request.target, request.budget, request.constraints))
     full = Settings(len(ids), candidates, request.tune or 0, 0 if request.no_verify else request.tokens)
-    rate = rate_of(subject.weights, time.perf_counter)
     schedule = Schedule(deadline, full, full, subject, request.target, plan, work, rate, USUAL)
     if not request.fresh and (kept := schedule.kept(request.work)):
         say(progress, "resuming: with the settings that an earlier run found time for")
@@ -243,7 +252,7 @@ class Run:
         with placement.passes_on(asked.passes_on, self.progress):
             statistics = reuse.collected(
                 self.source, self.text.samples, asked.work / "statistics", self.cache.of(**placement.part_of_key()),
-                memory=asked.memory, shards=asked.shards, crew=self.crew, progress=self.progress,
+                memory=asked.memory, shards=asked.shards, crew=None if asked.workers.by_itself else self.crew, progress=self.progress,
             )  # fmt: skip
         return reuse.matched(statistics, self.subject)
 

@@ -103,7 +103,7 @@ class Request:
     device: str = placement.AUTO  # where the float model runs: cpu, cuda, cuda:1, mps, xpu; auto: a GPU where there is one
     within: str | float | None = None  # seconds, or `2h`: what there is no time for is left out
     began: float | None = None  # of that time, by `time.monotonic()`; None: when this is asked for
-    executor: str = executors.LOCAL  # who measures and quantizes the weights, with the same bytes
+    executor: str = executors.AUTO  # who measures and quantizes the weights, with the same bytes
     store: str | None = None
     fresh: bool = False  # without what an earlier run left
     offline: bool = False
@@ -275,7 +275,7 @@ class Request:
     def _check_as_laid_out(self, subject: Model) -> None:
         """What works on the modules of a checkpoint is refused for matrices that are laid out for llama.cpp."""
         asked = {"--sequential": self.sequential, "--tune": self.tune, "--rewrite": self.rewrite != "none"}
-        asked |= {"--activations": self.activations != "none", "--kv": self.kv is not None, "--executor": self.executor != executors.LOCAL}
+        asked |= {"--activations": self.activations != "none", "--kv": self.kv is not None, "--executor": not self.workers.in_process}
         if name := next((name for name, given in asked.items() if given), None):
             raise InputError(f"`{name}` does not go with a layout that is not fewbits' own", "leave it out")
         if self.without_gradients(subject):

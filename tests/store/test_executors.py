@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,8 +9,8 @@ import signal
 import subprocess
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from interrupted import tiny_model
 from safetensors.torch import load_file, save_file
 from watching import children, killing, noting
+from workers import Fake
 
 from fewbits import calibration, embedded, model, pipeline, sensitivity
 from fewbits.artifact import outcomes
@@ -40,24 +40,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "a rewrite": {"format": "int4_g32", "rewrite": "awq", **FAST},
     "no statistics": {"format": "int4_g32", "method": "rtn", **FAST},
 }
-
-
-@dataclass
-class Fake:
-    """Workers in this process, told by JSON and answering by JSON. The last unit first; `act` may do to an answer what a network does."""
-
-    act: Callable[[Unit, Callable[[], Answer]], Answer] = field(default=lambda _, run: run())
-    seen: list[str] = field(default_factory=list)
-
-    def carry(self, waiting: deque[Unit]) -> Iterator[tuple[Unit, Answer]]:
-        while waiting:
-            unit = waiting.pop()
-            told = json.loads(json.dumps(asdict(unit)))
-            self.seen.append(unit.name)
-            yield unit, self.act(unit, lambda told=told: Answer(**json.loads(json.dumps(worker.run(told)))))
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fewbits import formats, kernels, methods
 from fewbits.methods import Outcome
 from fewbits.progress import say
+from fewbits.store import threads
 from fewbits.store.cache import hash_of
 from fewbits.store.scratch import scratch_folder
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
     from fewbits.artifact import Artifact
     from fewbits.calibration.statistics import InputStatistics, WeightStatistics
+    from fewbits.formats import Format
+    from fewbits.methods import Method
     from fewbits.model import Model
     from fewbits.model.weights import Weight
     from fewbits.planning import Plan
@@ -174,13 +178,18 @@ def quantized(
     inputs: Callable[[], Inputs] = dict,
 ) -> Outcome:
     """`inputs`: the current inputs by weight, which replace those of the statistics."""
+    current, chooser = inputs(), methods.get(method)  # perhaps a block is run for them, on all threads
+    with threads.for_weight(weight.shape) if chooser.needs_statistics else nullcontext():  # rounding alone shares its rows among threads
+        return _quantized(model, weight, formats.get(format), chooser, statistics, current)
+
+
+def _quantized(model: Model, weight: Weight, fmt: Format, chooser: Method, statistics: StatisticsSource | None, inputs: Inputs) -> Outcome:
     from fewbits.rewrites.bias import corrected_bias  # loads torch, which a target does without
 
-    fmt, w = formats.get(format), model.load(weight)
-    known, seen = statistics.of(weight.name) if statistics else None, inputs().get(weight.name)
+    w = model.load(weight)
+    known, seen = statistics.of(weight.name) if statistics else None, inputs.get(weight.name)
     if known is not None and seen is not None and seen.tokens() and known.borrowed < _MOSTLY:
         known = replace(known, input=seen)
-    chooser = methods.get(method)
     if statistics and chooser.needs_statistics and not fmt.is_cast and not (known and known.has_importance):
         return replace(methods.get("rtn").quantize(w, fmt), notes=(_UNSEEN,))
     outcome = chooser.quantize(w, fmt, known)

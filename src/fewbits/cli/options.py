@@ -45,7 +45,7 @@ Device = Annotated[
     str, typer.Option("--device", help="Where the float model runs: cpu, cuda, cuda:1, mps, xpu; auto: a GPU if there is one.")
 ]
 Executor = Annotated[
-    str, typer.Option("--executor", help="Who works: local (this process), local:4 (so many processes), ray, or ray://HOST:PORT.")
+    str, typer.Option("--executor", help="Who works: local (this process), local:4 (so many), ray, ray://HOST:PORT; auto: as many as pay.")
 ]
 Store = Annotated[
     str | None, typer.Option("--store", help="Where workers that share no folder leave results: s3://bucket/folder, or what fsspec knows.")

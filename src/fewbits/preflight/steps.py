@@ -27,6 +27,7 @@ from fewbits.model.walk import BATCH_TOKENS
 from fewbits.preflight.sizes import DOUBLE, FLOAT, HALF, Sizes, moments_of, numbers_of
 from fewbits.preflight.work import USUAL, Pace, Step, Work
 from fewbits.sensitivity import prediction
+from fewbits.store import threads
 
 if TYPE_CHECKING:
     from fewbits.model.weights import Weight
@@ -39,6 +40,7 @@ _MEASURED = (1.85e6, 1760.0)  # equivalent operations, by columns and by their s
 _OUTPUT_SIDE = 9  # times rows x size^2 of the output moments, which are factored in float64
 _ROUNDED, _FED_BACK = 10_000, 105_000
 _FEEDBACK_PASSES, _TUNED, _MINIBATCH = 6, 3.4, 512
+_IDLE = 400 << 20  # bytes of a worker process that has no weight
 _LOOK = 0.1  # seconds to measure the speed
 _STARTING = 1.0  # seconds to open two sessions of a runtime, which read a vocabulary
 _DISK_RATE = 200e6  # bytes per second: a slow SSD
@@ -107,24 +109,33 @@ def _statistics_bytes(sizes: Sizes, work: Work) -> int:
 def measuring(sizes: Sizes, work: Work, rate: float) -> Step:
     import torch
 
-    threads, method = torch.get_num_threads(), "auto" if work.feedback else "rtn"
-    each = sorted((FLOAT * numbers_of(w) + prediction.tried_bytes(w.shape[0]) + _opened(w) for w in sizes.weights), reverse=True)
+    side_by_side, method = torch.get_num_threads(), "auto" if work.feedback else "rtn"
+    each = sorted((FLOAT * numbers_of(w) + prediction.tried_bytes(w.shape[0]) + opened(w) for w in sizes.weights), reverse=True)
     hessians = sorted((prediction.held_by(weight.shape[1], method) for weight in sizes.weights), reverse=True)
-    together = min(sum(hessians[:threads]), max(hessians[0], prediction.TOGETHER))
+    together = min(sum(hessians[:side_by_side]), max(hessians[0], prediction.TOGETHER))
     seconds = measured_seconds([(weight, work.formats_of(weight.shape[1])) for weight in sizes.weights], rate)
     table = 256 * work.formats * len(each)
-    return Step("measuring", sum(each[:threads]) + together + _MARGIN, 2 * table, seconds)
+    memory = of_processes(sizes, work.processes) if work.processes > 1 else sum(each[:side_by_side]) + together
+    return Step("measuring", memory + _MARGIN, 2 * table, seconds)
 
 
 def quantizing(sizes: Sizes, work: Work, rate: float) -> Step:
     held = min(sizes.packed + sizes.beside, SHARD_BYTES + FLOAT * sizes.largest)
-    hessians = [prediction.held_by(w.shape[1], "auto") + _opened(w) if work.feedback else _opened(w) for w in sizes.weights]
+    hessians = [prediction.held_by(w.shape[1], "auto") + opened(w) if work.feedback else opened(w) for w in sizes.weights]
     each = max(8 * FLOAT * numbers_of(weight) + hessian for weight, hessian in zip(sizes.weights, hessians, strict=True))
     written = sizes.packed + sizes.beside
     rounding = feedback_seconds(sizes.weights, rate) if work.feedback else sizes.numbers * _ROUNDED / rate
-    seconds = rounding + 3 * written / _DISK_RATE
+    seconds = rounding / work.processes + 3 * written / _DISK_RATE
+    beside = of_processes(sizes, work.processes) if work.processes > 1 else 0
     disk = 2 * work.makes * written + work.makes * sizes.packed  # for every plan its cached weights, its artifact and its file
-    return Step("quantizing", held + each + _MARGIN, disk, work.makes * seconds)
+    return Step("quantizing", held + max(each, beside) + _MARGIN, disk, work.makes * seconds)
+
+
+def of_processes(sizes: Sizes, count: int) -> int:
+    """Bytes that so many hold together at the most while they measure or quantize."""
+    narrow = [weight for weight in sizes.weights if not threads.are_all_used(weight.shape)]
+    each = sorted((8 * FLOAT * numbers_of(w) + prediction.held_by(w.shape[1], "auto") + opened(w) for w in narrow), reverse=True)
+    return count * _IDLE + sum(each[:count])
 
 
 def tuning(sizes: Sizes, work: Work, rate: float) -> Step:
@@ -147,7 +158,7 @@ def verifying(sizes: Sizes, work: Work, rate: float) -> Step:
     return Step("verifying", memory, floats if sizes.target.takes_drafts else 2 * floats, work.makes * seconds)
 
 
-def _opened(weight: Weight) -> int:
+def opened(weight: Weight) -> int:
     """Second moments of inputs and gradients while the weight is worked on; wide ones stay mapped. Of an expert also those that its layer
     lends it, and the sums of both."""
     held = output_moments.nbytes(weight) + (2 * moments_of(weight) if weight.shape[1] <= WHOLE_COLUMNS else 0)

@@ -20,6 +20,7 @@ class Work:
     tune: int = 0  # steps for each block
     verified: int = 0  # tokens that the file is judged on; 0: it is not run
     size: str | None = None  # `--size`, which the plan will not exceed
+    processes: int = 1  # that measure and quantize; 1: this one alone
     text: int | None = None  # tokens of all samples; None: all are as long as the longest
 
     def formats_of(self, columns: int) -> int:

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fewbits.errors import InputError, MissingError
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from fewbits.store.executors.unit import Carrier
 
 
-LOCAL = "local"
-_HINT = "local (this process), local:4 (so many processes), ray, or ray://HOST:PORT"
+AUTO, LOCAL = "auto", "local"
+_HINT = "auto, local (this process), local:4 (so many processes), ray, or ray://HOST:PORT"
 _MOST = 1024  # local processes
 
 
@@ -39,20 +39,25 @@ class Chosen:
     workers: int = 0  # local processes
     address: str | None = None  # of a Ray cluster; None: the one that RAY_ADDRESS names, or one on this machine
     store: str | None = None
+    by_itself: bool = False  # nobody asked for these processes: this one goes on alone where they fail
 
     @property
     def in_process(self) -> bool:
         return self.kind == LOCAL and not self.workers
+
+    def hiring(self, processes: int) -> Chosen:
+        """With so many local processes, where it was left open how many."""
+        return replace(self, workers=processes if processes > 1 else 0) if self.by_itself else self
 
 
 def parse(executor: str, store: str | None = None, chains: Mapping[str, object] | None = None) -> Chosen:
     """Refuses, before any work, an unknown executor and one that is not installed. `chains`: options that make each weight depend on the
     ones before, and whether they were given: they need a single process."""
     executor = executor if executor.lower().startswith("ray://") else executor.lower()
-    if executor == LOCAL:
+    if executor in (AUTO, LOCAL):
         if store is not None:
             raise InputError("`--store` goes with workers", "give them too, such as `--executor local:2` or `--executor ray`")
-        return Chosen(LOCAL)
+        return Chosen(LOCAL, by_itself=executor == AUTO)
     chosen = _parsed(executor, store)
     if name := next((name for name, given in (chains or {}).items() if given), None):
         raise InputError(f"`{name}` goes block by block, each after the one before", "leave `--executor` out: it runs in this process")
@@ -86,7 +91,7 @@ def open_crew(chosen: Chosen, source: Source, where: str | Path, offline: bool) 
 
     carrier = _carrier(chosen)
     try:
-        with Crew.of(carrier, source, where, offline, chosen.store) as crew:
+        with Crew.of(carrier, source, where, offline, chosen) as crew:
             yield crew
     finally:
         carrier.close()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fewbits.errors import InputError, MissingError
 from fewbits.progress import say
-from fewbits.store import remote
+from fewbits.store import remote, threads
 from fewbits.store.executors import worker
 from fewbits.store.executors.unit import Answer, Carrier, Unit
 from fewbits.store.files import sampled
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from fewbits.progress import Progress
     from fewbits.store.cache import Cache
+    from fewbits.store.executors import Chosen
 
 TRIES = 4  # of a unit whose worker is lost: one that is lost every time is itself the cause
 Wanted = tuple[Mapping[str, Any], Mapping[str, Any]]  # the parameters of a unit and its inputs
@@ -53,14 +54,17 @@ class Crew:
     model: Mapping[str, Any]
     store: str | None = None
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of the weights of the model
+    by_itself: int = 0  # so many processes that nobody asked for: what they cannot do is left to this one
+    _failed: list[str] = field(default_factory=list)  # why they are not asked again
     _sent: dict[str, Path] = field(default_factory=dict)  # blob in the store -> the file that it was uploaded from
 
     @classmethod
-    def of(cls, carrier: Carrier, source: Source, where: str | Path, offline: bool, store: str | None) -> Crew:
+    def of(cls, carrier: Carrier, source: Source, where: str | Path, offline: bool, chosen: Chosen) -> Crew:
         place = str(Path(where).resolve()) if Path(where).exists() else str(where)
         files = {path.name: sampled(path) for path in source.checkpoint.files()}
         shapes = {weight.name: weight.shape for weight in source.weights}
-        return cls(carrier, {"where": place, "offline": offline, "files": files, "fingerprint": source.fingerprint}, store, shapes)
+        about = {"where": place, "offline": offline, "files": files, "fingerprint": source.fingerprint}
+        return cls(carrier, about, chosen.store, shapes, chosen.workers if chosen.by_itself else 0)
 
     def __enter__(self) -> Crew:
         return self
@@ -72,11 +76,23 @@ class Crew:
                 remote.open(self.store).remove(f"blobs/{blob}")
 
     def finish(self, step: str, function: str, wanted: Sequence[Wanted], cache: Cache, progress: Progress[Any], what: str) -> None:
-        """Has workers make those of the wanted results that are not in `cache`."""
+        """Has workers make those of the wanted results that are not in `cache`. Without an order for them, weights that need all threads
+        stay, and all where workers fail."""
         missing = [self._unit(step, function, *each, cache) for each in wanted if cache.find(step, **each[0]) is None]
-        if missing:
-            for _ in progress(self._finished(missing, cache, progress), len(missing), f"{what}, on workers"):
+        if self.by_itself:
+            missing = [unit for unit in missing if not threads.are_all_used(self.shapes[unit.parameters["weight"]])]
+            if self._failed or len(missing) < 2 * self.by_itself:
+                return
+            say(progress, f"{what} in {self.by_itself} processes (`--executor local`: in this one)")
+        if not missing:
+            return
+        try:
+            for _ in progress(self._finished(missing, cache, progress), len(missing), what):
                 pass
+        except OSError as failure:
+            if not self.by_itself:
+                raise
+            self._alone(str(failure), progress)  # no process may be started here
 
     def place(self, path: Path) -> str:
         """How a unit names an input file: by a path that workers share, or by its blob in the store, to which it is uploaded."""
@@ -111,6 +127,9 @@ class Crew:
         waiting, tries = deque(missing), Counter[str]()
         with closing(cast("Any", self.carrier.carry(waiting))) as answers:
             for unit, answer in answers:
+                if self.by_itself and (reason := answer.error or answer.failed or answer.lost):
+                    self._alone(reason, progress)  # a mistake of the user is reported when this process comes to it
+                    return
                 problem = self._taken(unit, answer, cache)
                 if problem is None:
                     yield unit
@@ -123,6 +142,10 @@ class Crew:
                 say(progress, f"`{unit.name}` is done again: {problem}")
                 self._send_again()
                 waiting.append(unit)
+
+    def _alone(self, reason: str, progress: Progress[Any]) -> None:
+        self._failed.append(reason)
+        say(progress, f"worker processes fail ({reason.strip().splitlines()[-1]}): this one goes on alone")
 
     def _taken(self, unit: Unit, answer: Answer, cache: Cache) -> str | None:
         """Takes the result of a unit into `cache`; returns why that failed, if it is worth another try. Errors that the worker reports are
