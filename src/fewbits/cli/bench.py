@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from fewbits.cli import bench_gpu
-from fewbits.cli.options import Calibration, HeldOut, Json, ModelArg, Samples, Stats, Tokens, names_of
+from fewbits.cli.options import Calibration, Executor, HeldOut, Json, ModelArg, Samples, Stats, Tokens, names_of
 from fewbits.cli.output import progress_for, show_data
 from fewbits.errors import InputError
 
@@ -53,6 +53,7 @@ def quality(
     tune: Tune = None,
     remake: Remake = False,
     whole: Annotated[bool, typer.Option("--whole", help="Quantize the embedding too, instead of keeping it.")] = False,
+    executor: Executor = "local",
     peer: Rivals = "",
     peer_env: RivalFolder = None,
     peer_steps: RivalSteps = None,
@@ -70,7 +71,8 @@ def quality(
     from fewbits.benchmarks.tables import quality as tables
 
     texts, keep = Texts(data or (), held_out or (), stats, samples, tokens), () if whole else ("embed|wte|lm_head=keep",)
-    ours, who = Ours(method, sequential, tune, remake, names_of(guard)), outside(names_of(peer), peer_env, peer_steps, peer_samples)
+    ours = Ours(method, sequential, tune, remake, names_of(guard), executor=executor)
+    who = outside(names_of(peer), peer_env, peer_steps, peer_samples)
     result = run(model, out, texts, names_of(formats), keep, ours, who, progress_for(as_json, False))
     show_data(result, tables.formats, as_json)
 
@@ -92,6 +94,7 @@ def plans(
     sequential: Sequential = False,
     tune: Tune = None,
     remake: Remake = False,
+    executor: Executor = "local",
     peer: Rivals = "",
     peer_env: RivalFolder = None,
     peer_steps: RivalSteps = None,
@@ -109,7 +112,7 @@ def plans(
     from fewbits.benchmarks.tables import quality as tables
 
     texts, who = Texts(data or (), held_out or (), stats, samples, tokens), outside(names_of(peer), peer_env, peer_steps, peer_samples)
-    ours = Ours(sequential=sequential, tune=tune, remake=remake, formats=names_of(formats))
+    ours = Ours(sequential=sequential, tune=tune, remake=remake, formats=names_of(formats), executor=executor)
     show_data(run(model, out, texts, names_of(mixes), brief, ours, who, progress_for(as_json, False)), tables.mixes, as_json)
 
 

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -31,7 +31,8 @@ from fewbits.methods.gptq import Gptq
 from fewbits.progress import silent
 from fewbits.request import USUAL_STEPS
 from fewbits.sensitivity.curve import through
-from fewbits.store.cache import Cache, code_version
+from fewbits.store import executors
+from fewbits.store.cache import Cache, code_version, machine
 from fewbits.store.files import Staged
 from fewbits.targets import export, pricing
 from fewbits.verification import files, metrics, runtimes
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from fewbits.planning import Plan
     from fewbits.progress import Progress
     from fewbits.sensitivity.curve import Curve
+    from fewbits.store.executors.crew import Crew
     from fewbits.verification.session import Session
 
 R = TypeVar("R")
@@ -97,6 +99,10 @@ class Ours:
     remake: bool = False  # files of ours that an earlier run left, with what was measured on them; the peer's stay
     plain: Sequence[str] = ()  # formats that are also made with the plain Hessian
     formats: Sequence[str] = ()  # of our plans; none: all that llama.cpp quantizes to
+    executor: str = executors.LOCAL  # who measures and rounds; the bytes are the same
+
+    def crew(self, source: Model) -> AbstractContextManager[Crew | None]:
+        return executors.open_crew(executors.parse(self.executor), source, source.path, True)
 
 
 BY_DEFAULT = Ours()
@@ -179,15 +185,16 @@ class Contest:
         progress: Progress[Any],
         ours: Ours = BY_DEFAULT,
         to: str = "gguf",
+        crew: Crew | None = None,
     ) -> None:
-        self.source, self.folder, self.progress, self.texts, self.ours = source, folder, progress, texts, ours
+        self.source, self.folder, self.progress, self.texts, self.ours, self.crew = source, folder, progress, texts, ours, crew
         self.windows = texts.windows(source)
         self.statistics = texts.statistics(source, folder / "statistics", progress)
         self.target = targets.get(to)
         self.judge = runtimes.needed(runtimes.get(self.target.runtime))
         refined = {"method": ours.method, "sequential": ours.sequential, "tune": ours.tune}
         self._check_settings({"model": source.fingerprint, "runs": self.statistics.about["runs"], **refined, **settings})
-        self.cache = Cache(folder / "cache", {"code": code_version()})
+        self.cache = Cache(folder / "cache", {"code": code_version(), "machine": machine()})
         self.files = {FLOOR: folder / self.target.file_name}
         if not self.files[FLOOR].exists():
             files.float_file(source, self.target, folder, progress)
@@ -243,7 +250,7 @@ class Contest:
         text = split.Text(samples, next(iter(self.windows.values())))
         Maker(
             source=self.source, text=text, statistics=self.statistics, work=Path(f"{path}.work"), cache=self.cache, progress=self.progress,
-            target=self.target, sequential=self.ours.sequential, tune=tune,
+            target=self.target, sequential=self.ours.sequential, tune=tune, crew=self.crew,
         ).make(plan, path)  # fmt: skip
 
     def _steps(self, plan: Plan) -> int:

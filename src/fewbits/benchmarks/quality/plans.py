@@ -48,6 +48,7 @@ from fewbits.sensitivity.curve import FROM
 from fewbits.targets import pricing
 
 if TYPE_CHECKING:
+    from fewbits.formats import Format
     from fewbits.planning import Plan
     from fewbits.planning.allocation import Allocator
     from fewbits.progress import Progress
@@ -89,15 +90,18 @@ def plans(
     """`sizes`: mixes of llama.cpp, or bits per weight as in `2.5bpw`. `brief`: only the peer's files and ours. `who`: more peers."""
     _check(sizes, who)
     who.check(texts)
-    sizes, source = [size.lower() for size in sizes], model.open(name)
-    contest = Contest(source, Path(work), texts, {"formats": list(ours.formats)}, progress, ours)
+    sizes, source, settings = [size.lower() for size in sizes], model.open(name), {"formats": list(ours.formats)}
+    with ours.crew(source) as crew:
+        contest = Contest(source, Path(work), texts, settings, progress, ours, crew=crew)
+        field = _made(contest, sizes, brief, who)
+    return contest.judged(lambda measured: _rows(contest, field, sizes, measured))
+
+
+def _made(contest: Contest, sizes: Sequence[str], brief: bool, who: Outside) -> _Field:
+    """All files, and who takes part."""
+    source, ours = contest.source, contest.ours
     candidates = [fmt for fmt in pricing.candidates_for(source, contest.target, tuple(ours.formats)) if fmt.is_cast or fmt.name in SPELLED]
-    allocators = {
-        method: allocator(
-            sensitivity.measure(source, contest.statistics, candidates, method, cache=contest.cache, progress=progress), contest.target
-        )
-        for method in ((ours.method,) if brief else ("rtn", ours.method))
-    }
+    allocators = {method: _allocator(contest, candidates, method) for method in ((ours.method,) if brief else ("rtn", ours.method))}
     made = _plans(contest, sizes, allocators)
     if who.target_size or not brief:
         for mix, plan in [(mix, plan) for (mix, maker), plan in made.items() if maker == PEER]:
@@ -107,7 +111,14 @@ def plans(
     contest.add(EIGHT_BITS, planning.uniform(source.weights, contest.target, formats.get("q8_0")), ROUNDING)
     for (size, maker), plan in field.plans.items():
         contest.add(f"{size} {maker}", plan, PEER if maker in _ROUNDED_BY_PEER else maker)
-    return contest.judged(lambda measured: _rows(contest, field, sizes, measured))
+    return field
+
+
+def _allocator(contest: Contest, candidates: Sequence[Format], method: str) -> Allocator:
+    table = sensitivity.measure(
+        contest.source, contest.statistics, candidates, method, cache=contest.cache, crew=contest.crew, progress=contest.progress
+    )
+    return allocator(table, contest.target)
 
 
 @dataclass(frozen=True)

@@ -79,15 +79,16 @@ def quality(
     _check(names, grouped, keep, who)
     who.check(texts)
     source, settings = model.open(name), {"keep": list(keep)} | ({"to": "safetensors"} if grouped else {})
-    contest = Contest(source, Path(work), texts, settings, progress, ours, "safetensors" if grouped else "gguf")
     makers = (OURS,) if grouped else (PEER, OURS, PLAIN)
     wanted = [(fmt, maker) for fmt in names for maker in makers if maker != PLAIN or fmt in ours.plain]
     bits = {}
-    for fmt, maker in [("q8_0", ROUNDING), *wanted]:
-        overrides = (*overrides_for(fmt, source.weights), *keep)
-        plan = planning.uniform(source.weights, contest.target, formats.get(fmt), overrides, ours.method if maker == OURS else "rtn")
-        contest.add(f"{fmt} {maker}", plan, maker)
-        bits[fmt, maker] = bits_per_weight(contest.files[f"{fmt} {maker}"], source) if grouped else plan.bits_per_weight
+    with ours.crew(source) as crew:
+        contest = Contest(source, Path(work), texts, settings, progress, ours, "safetensors" if grouped else "gguf", crew)
+        for fmt, maker in [("q8_0", ROUNDING), *wanted]:
+            overrides = (*overrides_for(fmt, source.weights), *keep)
+            plan = planning.uniform(source.weights, contest.target, formats.get(fmt), overrides, ours.method if maker == OURS else "rtn")
+            contest.add(f"{fmt} {maker}", plan, maker)
+            bits[fmt, maker] = bits_per_weight(contest.files[f"{fmt} {maker}"], source) if grouped else plan.bits_per_weight
     for fmt in grouped:
         for peer in (peer for peer in who.peers if peer.makes_folder(fmt)):
             path = outside.add(contest, who, f"{fmt} {peer.maker}", peer, peer.folder_job(fmt))

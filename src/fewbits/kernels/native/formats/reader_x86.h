@@ -13,7 +13,7 @@ namespace avx2 {
 #define FEWBITS_ISA_INLINE FEWBITS_AVX2_INLINE
 #define FEWBITS_512 0
 #define FEWBITS_VNNI 0
-#include "formats/reader_x86_decode.inc"
+#include "formats/reader_decode_x86.inc"
 #include "formats/reader_x86.inc"
 #undef FEWBITS_ISA
 #undef FEWBITS_ISA_INLINE
@@ -37,7 +37,7 @@ namespace avx512 {
 #define FEWBITS_ISA_INLINE FEWBITS_AVX512_INLINE
 #define FEWBITS_512 1
 #define FEWBITS_VNNI 1
-#include "formats/reader_x86_decode.inc"
+#include "formats/reader_decode_x86.inc"
 #include "formats/reader_x86.inc"
 #undef FEWBITS_ISA
 #undef FEWBITS_ISA_INLINE

@@ -19,7 +19,6 @@
 #include "platform/avxvnni.h"
 #include "platform/threads.h"
 
-
 namespace nb = nanobind;
 
 namespace fewbits {
@@ -185,10 +184,8 @@ constexpr Reader kReaders[] = {
 
 const std::vector<Peak> kPeaks = {
 #if defined(__x86_64__)
-    {"int8", "avx512-vnni", has_vnni, 16 * 64 * 2.0, int8_vnni},
-    {"int8", "avx-vnni", has_avxvnni, 12 * 32 * 2.0, int8_avxvnni},
-    {"int8", "avx2", has_fma, 8 * 32 * 2.0, int8_avx2},
-    {"fp32", "avx512", has_vnni, 16 * 16 * 2.0, float_avx512},
+    {"int8", "avx512-vnni", has_vnni, 16 * 64 * 2.0, int8_vnni}, {"int8", "avx-vnni", has_avxvnni, 12 * 32 * 2.0, int8_avxvnni},
+    {"int8", "avx2", has_fma, 8 * 32 * 2.0, int8_avx2},          {"fp32", "avx512", has_vnni, 16 * 16 * 2.0, float_avx512},
     {"fp32", "avx2", has_fma, 12 * 8 * 2.0, float_avx2},
 #endif
 };
