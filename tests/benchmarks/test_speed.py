@@ -374,6 +374,28 @@ def test_bench_quantize_compares_speed_and_weighted_error(run) -> None:
     assert code == 0 and "million weights per second" in " ".join(out.split()) and "million" not in err
 
 
+@needs_native
+@pytest.mark.parametrize("isa", ["avx512", "avx2"])
+@pytest.mark.usefixtures("tiny")
+def test_a_peer_that_was_built_for_less_is_said(run, monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
+    pytest.importorskip("xllamacpp")
+    if not any(row.isa == isa and row.runs_here for row in processor.table().values()):
+        pytest.skip(f"this processor has no {isa}")
+    monkeypatch.setenv(processor.FORCE, isa)
+    monkeypatch.setattr(ggml_matmul, "features", lambda: "avx avx2 fma")
+    code, out, err = run("bench", "quantize", "--format", "q4_0", "--shape", "256x32", "--rounds", 1, "--peers")
+    assert code == 0 and "avx avx2 fma" in out and ("no AVX-512 kernels" in err) == (isa == "avx512")
+
+
+@needs_native
+def test_limits_are_of_the_instruction_set_that_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = {peak.setting for peak in roofline.peaks(1, 1e7)}
+    if not any("512" in setting for setting in every):
+        pytest.skip("this processor has no AVX-512 to keep from")
+    monkeypatch.setenv(processor.FORCE, "avx2")
+    assert {peak.setting for peak in roofline.peaks(1, 1e7)} == {"avx2"}
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.usefixtures("tiny")
 def test_bench_dequantize_compares_speed(run, threads: int) -> None:

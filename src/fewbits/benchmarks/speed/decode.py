@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewbits import embedded, targets
+from fewbits.benchmarks.peers import ggml_matmul
 from fewbits.benchmarks.speed import roofline
 from fewbits.benchmarks.speed.roofline import Memory
 from fewbits.benchmarks.synthetic_llama import SyntheticLlama
 from fewbits.benchmarks.timing import Contender, Spread, Timed, interleaved, on_threads, speedup
+from fewbits.devices import processor
 from fewbits.inference.llama import LlamaDecoder
 from fewbits.model.tokenizer import load_tokenizer
 from fewbits.progress import Progress, silent
@@ -59,6 +61,8 @@ class TokenBench:
     model: str
     format: str
     threads: int
+    kernel: str  # the instruction set of ours
+    peer: str | None  # ggml's version and instruction sets
     prompt: int
     weight_bytes: int  # that one token reads
     read_bytes_per_second: float
@@ -102,7 +106,8 @@ def _bench(
         read = ours.nbytes
     rate = bandwidth.per_second.median
     phases = [*_phases("one token", steps, 1, read / rate), *_phases("prompt", prompts, prompt, None)]
-    return TokenBench(str(model.path.name), format if artifact is None else "its plan", threads, prompt, read, rate, tuple(phases))
+    fmt, peer = format if artifact is None else "its plan", f"{ggml_matmul.version()}, {ggml_matmul.features()}" if peers else None
+    return TokenBench(model.path.name, fmt, threads, processor.backend(), peer, prompt, read, rate, tuple(phases))
 
 
 def _phases(name: str, timed: list[Timed], tokens: int, least: float | None) -> list[Phase]:

@@ -94,9 +94,11 @@ class Yardstick:
 
 
 def peaks(threads: int, operations: float) -> list[Yardstick]:
-    """Those of this processor, of the best instruction set first in each unit."""
-    native, yardsticks = _native(), []
+    """Those of this processor, of the best instruction set first in each unit; none that FEWBITS_KERNEL keeps our kernels from."""
+    native, yardsticks, beyond = _native(), [], _kept_from()
     for unit, isa, in_round in native.roofline_peaks():
+        if isa.replace("-", "").startswith(beyond):
+            continue
         rounds = max(1, int(operations / threads / in_round))
 
         def call(_: int, unit: str = unit, isa: str = isa, rounds: int = rounds) -> object:
@@ -104,6 +106,13 @@ def peaks(threads: int, operations: float) -> list[Yardstick]:
 
         yardsticks.append(Yardstick(unit, isa, in_round * rounds * threads, call))
     return yardsticks
+
+
+def _kept_from() -> tuple[str, ...]:
+    """Instruction sets above the one that FEWBITS_KERNEL forces: a share of what they could do says nothing about its kernels."""
+    names = [name.removeprefix("native-") for name in processor.BACKENDS if name.startswith("native-")]
+    chosen = processor.backend().removeprefix("native-")
+    return tuple(names[: names.index(chosen)]) if chosen in names else ()
 
 
 def measure(threads: int, memory: Memory, rounds: int = 9) -> Limits:

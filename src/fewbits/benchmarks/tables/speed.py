@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -53,9 +53,7 @@ def kernels(result: KernelBench) -> None:
     )
     for reason in result.skipped:
         note(f"left out {reason}")
-    peers = [setting for setting in settings if setting.startswith("ggml")]
-    if any("avx512" in each for each in ours) and peers and not any("avx512" in each for each in peers):
-        note("this build of ggml has no AVX-512 kernels; FEWBITS_KERNEL=avx2 compares like with like")
+    _warn_unless_alike(ours, " ".join(setting for setting in settings if setting.startswith("ggml")))
     quiet = [limit.quiet_rounds for limit in result.limits.all] + [each.quiet_rounds for case in result.cases for each in case.results]
     if not all(quiet):
         note("?: other programs had the processors whenever it ran, so it is faster than that; `--threads 1` counts processor time")
@@ -106,6 +104,7 @@ def quantizers(result: QuantizeBench) -> None:
     _show(title, table)
     if result.peer:
         console.print(escape(f"{result.peer}; ggml_quantize_chunk, rows split among {_threads(result.threads)}"))
+        _warn_unless_alike([row.kernel for row in result.rows], result.peer)
 
 
 def decoders(result: DequantizeBench) -> None:
@@ -118,6 +117,7 @@ def decoders(result: DequantizeBench) -> None:
     _show(title, table)
     if result.peer:
         console.print(escape(f"{result.peer}; dequantize_row, rows split among {_threads(result.threads)}"))
+        _warn_unless_alike([row.kernel for row in result.rows], result.peer)
 
 
 def tokens(result: TokenBench) -> None:
@@ -133,6 +133,9 @@ def tokens(result: TokenBench) -> None:
         times = "" if phase.speedup is None else f"{phase.speedup.median:.2f} times as fast"
         table.add_row(phase.name, phase.contender, _doubtful(f"{phase.tokens_per_second:.1f}", phase), share, times)
     console.print(table)
+    console.print(f"fewbits: {_kernel(result.kernel)}" + (f"; llama.cpp: {result.peer}" if result.peer else ""), soft_wrap=True)
+    if result.peer:
+        _warn_unless_alike([result.kernel], result.peer)
 
 
 def duration(seconds: float) -> str:
@@ -161,6 +164,13 @@ def _times(ratio: Spread | None) -> str:
 def _percent(spread: Spread) -> str:
     """Half of what lies between the quartiles, relative to the median."""
     return f"±{(spread.high - spread.low) / 2 / spread.median:3.0%}"
+
+
+def _warn_unless_alike(ours: Iterable[str], peer: str) -> None:
+    """Where the peer was built for less than this processor has, a ratio says more of the build than of the code."""
+    for isa, feature, name in (("avx512", "avx512", "AVX-512"), ("avxvnni", "avx_vnni", "AVX-VNNI")):
+        if peer and feature not in peer.split() and any(isa in each for each in ours):
+            note(f"this build of ggml has no {name} kernels; FEWBITS_KERNEL=avx2 compares like with like")
 
 
 def _kernel(backend: str) -> str:
