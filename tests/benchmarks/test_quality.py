@@ -81,8 +81,10 @@ def test_a_size_in_bytes_is_no_mix(tmp_path: Path) -> None:
 def test_a_size_in_bits_stands_beside_mixes_and_ours_are_made_again(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     formats = ("--formats", "q2_k,q4_k,q6_k", "--mixes", "q2_k,3bpw", "--brief")
     asked = ("bench", "plans", embedded.MODEL, "-o", tmp_path / "b", "--samples", 4, "--tokens", 511, "--json", *formats)
-    code, out, err = run(*asked)
+    code, by_workers, err = run(*asked[:4], tmp_path / "a", *asked[5:], "--executor", "local:2")
     assert code == 0, err
+    code, out, err = run(*asked)
+    assert code == 0 and json.loads(out) == json.loads(by_workers), err
     rows = {(row["mix"], row["maker"]): row for row in json.loads(out)["texts"][0]["rows"]}
     assert rows.keys() == {("q2_k", "ggml + imatrix"), ("q2_k", "fewbits"), ("3bpw", "fewbits")}
     assert rows["3bpw", "fewbits"]["found"]["to_peer"] is None and rows["3bpw", "fewbits"]["bits_per_weight"] <= 3
