@@ -86,7 +86,7 @@ def one_round(out: Path, settings: Mapping[str, Any]) -> None:
     from fewbits import embedded, pipeline
     from fewbits.verification import files
 
-    options = {"no_verify": True, "fresh": True, **settings}
+    options = {"no_verify": True, "fresh": True, "executor": "local", **settings}  # what is watched is this process
     made = pipeline.quantize(embedded.MODEL, out / "m.gguf", **options)
     verdict = files.verify(made.path, embedded.MODEL, tokens=settings["tokens"])
     assert verdict.tokens and not verdict.failures, verdict.failures

@@ -25,6 +25,7 @@ from fewbits.model import placement
 from fewbits.model.checkpoints import cards
 from fewbits.model.gguf.model import GgufModel
 from fewbits.model.weights import TOWER
+from fewbits.planning import uninformed
 from fewbits.planning.allocation import allocator
 from fewbits.planning.decision import predicted_kl
 from fewbits.preflight import Work, preflight, probe, processes, within
@@ -245,6 +246,8 @@ class Run:
             known = reuse.given(asked.statistics, self.source, self.subject)
             if isinstance(known, ImportanceMatrix):
                 say(self.progress, str(known))
+                if self.plan is not None:
+                    uninformed.check_unseen(self.plan, known.unseen())
             return known
         if self.text.samples is None:
             return None

@@ -136,12 +136,20 @@ def test_compare_shows_granularity_ratios_and_the_custom_format_beside_q4_0(run)
     assert "q3_s6" in run("compare", embedded.MODEL, "--weight", "layers.1", "--formats", "q3_k,q3_s6,q4_0")[1]
 
 
+def test_compare_takes_formats_whose_codes_stand_for_vectors(run) -> None:
+    code, text, _ = run("compare", embedded.MODEL, "--weight", "layers.1.mlp", "--formats", "iq2_xs,iq3_s,q3_k", "--json")
+    errors = {row["format"]: row["error"] for row in json.loads(text)["formats"]}
+    assert code == 0 and errors["iq2_xs"] > errors["q3_k"] > errors["iq3_s"]
+
+
 def test_what_fell_back_and_why_is_on_the_screen(run, tmp_path: Path, narrow_checkpoint: Path) -> None:
     code, _, err = run("quantize", narrow_checkpoint, "--method", "rtn", "-o", tmp_path / "n.gguf", "--format", "q4_k", "--no-verify")
     text = " ".join(err.split())
     assert code == 0
     assert "stored as q4_0: 64 columns do not divide into q4_k's blocks of 256" in text
     assert "stored as fp16: 172 columns do not divide into q4_k's blocks of 256" in text
+    code, _, err = run("quantize", narrow_checkpoint, "--method", "rtn", "-o", tmp_path / "m.gguf", "--format", "iq2_xs", "--no-verify")
+    assert code == 0 and "stored as mxfp4: 64 columns do not divide into iq2_xs's blocks of 256" in " ".join(err.split())
 
 
 class TestWrongInput:

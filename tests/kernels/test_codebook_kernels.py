@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fewbits.formats import Parts
 
 NATIVE = [kernel for name in NAMES for kernel in kernels.available(formats.get(name)) if kernel.backend != "reference"]
-TILING = [kernel for kernel in NATIVE if kernel.backend == "native-avx512"]
+TILING = [kernel for kernel in NATIVE if kernel.backend in ("native-avx512", "native-avxvnni", "native-avx2")]
 COLUMNS = 1024
 
 
@@ -86,6 +86,7 @@ def test_the_largest_weights_and_activations_overflow_no_sum(kernel: Kernel) -> 
     made["d"] = torch.full_like(made["d"], 0.5)
     parts = fmt.pack(codes, made)
     w = kernel.decode(parts, (rows, COLUMNS)).double()
+    tiles = tiled(kernel, parts, (rows, COLUMNS))
     for sign in (1.0, -1.0):
         for tokens in (1, 3):
             x = torch.full((tokens, COLUMNS), sign)
@@ -94,7 +95,8 @@ def test_the_largest_weights_and_activations_overflow_no_sum(kernel: Kernel) -> 
             # zeros, which are at most three times the largest weight above a weight itself
             size = w.abs() + 3 * w.abs().amax(1, keepdim=True)
             bound = (2 * COLUMNS / 16 + 4) * 2.0**-23 * (x.abs().double() @ size.T)
-            assert bool(((kernel.matmul(x, parts, (rows, COLUMNS)).double() - expected).abs() <= bound).all())
+            for made in (kernel.matmul(x, parts, (rows, COLUMNS)), *([tiles.matmul(x)] if tiles else [])):
+                assert bool(((made.double() - expected).abs() <= bound).all())
 
 
 def test_without_its_points_no_weight_is_read() -> None:

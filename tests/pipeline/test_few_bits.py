@@ -69,3 +69,16 @@ def test_a_plan_of_few_bits_lands_where_it_was_predicted(tmp_path: Path) -> None
     assert {"iq1_s", "iq2_xs"} <= {entry.format for entry in made.plan.entries}
     assert made.plan.bits_per_weight <= 2.1
     assert made.plan.kl is not None and 0.8 < made.verdict.kl_mean / made.plan.kl < 1.25
+
+
+def test_a_large_damage_that_is_allowed_is_met_and_used(tmp_path: Path) -> None:
+    """By plain rounding, with which the embedded model needs fewer than two bits for it."""
+    options: dict[str, Any] = {
+        "samples": 16,
+        "length": 128,
+        "tokens": 4096,
+        "method": "rtn",
+        "formats": ("iq1_s", "iq2_xxs", "iq2_xs", "iq3_xxs"),
+    }
+    made = pipeline.quantize(embedded.MODEL, tmp_path / "small.gguf", max_kl=0.3, **options)
+    assert 0.27 < made.verdict.kl_mean <= 0.3 and made.plan.bits_per_weight < 2

@@ -111,6 +111,27 @@ class TestHowMany:
         assert two["quantizing"].memory > one["quantizing"].memory + (700 << 20)
         assert two["calibrating"] == one["calibrating"]
 
+    def test_weights_that_stay_are_not_divided(self, tiny: Path, machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+        machine(8)
+        source = model.open(tiny)
+        alone, work = Work(samples=64, formats=10), Work(samples=64, formats=10, processes=8)
+
+        def of(each: Work) -> dict[str, steps.Step]:
+            return {step.name: step for step in steps.steps_of(Sizes(source, GGUF, each, None), each, RATE)}
+
+        monkeypatch.setattr(threads, "_NARROW", 0)  # all of them stay
+        assert self.wanted(source, 1e4) == 1
+        for name in ("measuring", "quantizing"):
+            assert of(work)[name].seconds == of(alone)[name].seconds
+            assert of(work)[name].memory >= of(alone)[name].memory + 8 * steps._IDLE, "they wait beside it"
+
+    def test_more_threads_do_not_round_a_narrow_weight_faster(self, tiny: Path, machine: Callable[..., None]) -> None:
+        source, seconds = model.open(tiny), {}
+        for count in (2, 16):
+            machine(count)  # at whose speed products are faster
+            seconds[count] = steps.feedback_seconds(source.weights, RATE * count / 2)
+        assert seconds[2] == pytest.approx(seconds[16])
+
 
 class TestWork:
     def test_they_give_the_bytes_of_one_process(self, tiny: Path, alone: dict[str, bytes], tmp_path: Path, hired: Fake) -> None:

@@ -26,7 +26,7 @@ from fewbits.artifact import outcomes
 from fewbits.errors import InputError, MissingError
 from fewbits.store import cache, executors, maker, remote
 from fewbits.store.executors import worker
-from fewbits.store.executors.crew import TRIES
+from fewbits.store.executors.crew import TRIES, Crew
 from fewbits.store.executors.local import Processes
 from fewbits.store.executors.unit import Answer, Unit
 from fewbits.store.files import sampled
@@ -334,9 +334,15 @@ def test_what_only_carries_units_is_no_part_of_a_result() -> None:
     assert not any(cache._only_shows(Path(room) / "units.py") for room in ("artifact", "calibration", "sensitivity"))
 
 
-def test_a_row_takes_one_processor_and_a_weight_its_threads() -> None:
-    some = Unit("row", "fewbits.sensitivity.units:row", {"machine": ["AVX2", 4, "?"]}, {"weight": "w"}, {}, {}, {}, "")
-    assert some.cores == 1 and replace(some, step="weight").cores == 4 and some.name == "row w"
+def test_a_unit_takes_the_processors_that_its_threads_use(tmp_path: Path) -> None:
+    made = cache.Cache(tmp_path, {"machine": ["AVX2", 4, "?"]})
+    crew = Crew(Fake(), {}, shapes={"narrow": (8, 4096), "wide": (8, 4097)})
+
+    def cores(step: str, **parameters: str) -> int:
+        return crew._unit(step, WEIGHT, parameters, {}, made).cores
+
+    assert cores("row", weight="wide") == cores("weight", weight="narrow", method="gptq") == 1
+    assert cores("weight", weight="wide", method="gptq") == cores("weight", weight="narrow", method="rtn") == cores("shard") == 4
 
 
 def _flip(path: Path) -> None:

@@ -65,7 +65,8 @@ def independent(
 
         inputs = sent(statistics, crew, cache)
         crew.finish("weight", UNIT, [(key, inputs.of(name)) for name, key in keys.items()], cache, progress, "quantizing")
-    for weight in progress(model.weights, len(model.weights), "gathering" if crew else "quantizing"):
+    made = cache is not None and all(cache.has("weight", **key) for key in keys.values())
+    for weight in progress(model.weights, len(model.weights), "gathering" if crew and made else "quantizing"):
         yield weight, _once(cache, keys[weight.name], partial(_by_plan, model, weight, plan, statistics))
 
 

@@ -119,6 +119,11 @@ class ImportanceMatrix:
         tied = "; llama.cpp's have none of an embedding" if known < len(self._tensors) else ""
         return f"importance matrix `{self.path.name}`: {known} of {len(self._tensors)} weights{tied}"
 
+    def unseen(self) -> set[str]:
+        """Weights of which the file should have an entry and has none. llama.cpp writes none of an embedding."""
+        missing = {name for name, tensors in self._tensors.items() if not any(tensor in self._entries for tensor in tensors)}
+        return {name for name in missing if self._weights[name].kind != "embedding"}
+
     def of(self, weight: str) -> WeightStatistics | None:
         """None: the file has nothing about it."""
         entry = next((self._entries[tensor] for tensor in self._tensors[weight] if tensor in self._entries), None)

@@ -44,9 +44,9 @@ Memory = Annotated[
 Device = Annotated[
     str, typer.Option("--device", help="Where the float model runs: cpu, cuda, cuda:1, mps, xpu; auto: a GPU if there is one.")
 ]
-Executor = Annotated[
-    str, typer.Option("--executor", help="Who works: local (this process), local:4 (so many), ray, ray://HOST:PORT; auto: as many as pay.")
-]
+_WHO = "Who works: local (this process), local:4 (so many), ray, ray://HOST:PORT"
+Executor = Annotated[str, typer.Option("--executor", help=f"{_WHO}.")]
+ExecutorOrAuto = Annotated[str, typer.Option("--executor", help=f"{_WHO}; auto: as many as pay.")]
 Store = Annotated[
     str | None, typer.Option("--store", help="Where workers that share no folder leave results: s3://bucket/folder, or what fsspec knows.")
 ]

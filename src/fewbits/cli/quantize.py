@@ -71,7 +71,7 @@ def quantize(
     answers: Annotated[int, typer.Option("--answers", min=0, help="Answers of the file and its source side by side on the page.")] = 3,
     within: options.Within = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Write the file without running it.")] = False,
-    executor: options.Executor = "auto",
+    executor: options.ExecutorOrAuto = "auto",
     store: options.Store = None,
     shards: options.Shards = 1,
     fresh: options.Fresh = False,
@@ -85,8 +85,8 @@ def quantize(
             "--size": size, "--fits": fits, "--kv": kv, "--stats": stats, "--rewrite": rewrite != "none", "--tune": tune, "--to": to,
             "--sequential": sequential, "--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio,
             "--held-out": held_out, "--formats": formats, "--together": together, "--split-size": split_size,
-            "--executor": executor != "auto", "--store": store, "--shards": shards > 1, "--like": like, "--converter": converter,
-            "--imatrix": imatrix, "--weights": weights, "--device": device != "auto", "--within": within,
+            "--executor": executor.lower() not in ("auto", "local"), "--store": store, "--shards": shards > 1, "--like": like,
+            "--converter": converter, "--imatrix": imatrix, "--weights": weights, "--device": device != "auto", "--within": within,
         }  # fmt: skip
         onnx.quantize(
             model, out, refused, as_json, quiet, format=format, plan=plan, override=override or (), method=method, activations=activations,

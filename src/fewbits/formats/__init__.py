@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 How = Literal["search", "max"]  # "max" is the textbook rule; "search" minimises the weighted squared error
 Shape = tuple[int, int]
 
+LEAST_BITS = 3  # below, some importance must say which columns matter
+_ANY = (256, 256)  # a shape that every format fits
 _ITEM_BYTES = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -110,6 +112,11 @@ class Format(ABC):
 
     def bits_per_weight(self, shape: Shape) -> float:
         return 8 * self.nbytes(shape) / math.prod(shape)
+
+    @property
+    def needs_importance(self) -> bool:
+        """Too little of each weight is kept for all columns to count alike: llama.cpp refuses most of these types without importance."""
+        return not self.is_cast and self.bits_per_weight(_ANY) < LEAST_BITS
 
     def fits(self, shape: Shape) -> str | None:
         """Why a weight of this shape cannot be stored here; None if it can."""

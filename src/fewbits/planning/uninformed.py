@@ -1,12 +1,13 @@
-"""What may be planned for a model of which nothing is known but its weights: no calibration text, no importance matrix.
+"""What may be planned for a model of which nothing is known but its weights: no calibration text, no importance matrix; and for a weight
+that the importance matrix does not name.
 
-Types of under three bits keep too little of each weight for all columns to count alike: llama.cpp refuses most of them as well. They are
-refused where they are named, and left out of what is chosen from, unless `--method rtn` asks for plain rounding by name.
+Types of under three bits (`Format.needs_importance`) are refused where they are named, and left out of what is chosen from, unless
+`--method rtn` asks for plain rounding by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fewbits import formats
@@ -20,18 +21,14 @@ if TYPE_CHECKING:
     from fewbits.planning import Plan
     from fewbits.planning.constraints import Constraints
 
-LEAST_BITS = 3
 _HINT = "give `--imatrix FILE` of llama.cpp, or the model's folder `--like` this file; or `--method rtn`, to round without either"
+_UNSEEN = "give it another format (`--override`), or a matrix that names it; or `--method rtn`, to round without"
 _ANY = (256, 256)  # a shape that every format fits
-
-
-def needs_importance(fmt: Format) -> bool:
-    return not fmt.is_cast and fmt.bits_per_weight(_ANY) < LEAST_BITS
 
 
 def names_left(names: Iterable[str]) -> tuple[str, ...]:
     """Of a target's candidates those that stand rounding without importance."""
-    return tuple(name for name in names if not needs_importance(formats.get(name)))
+    return tuple(name for name in names if not formats.get(name).needs_importance)
 
 
 def check_plan(plan: Plan, hint: str = _HINT) -> None:
@@ -39,6 +36,13 @@ def check_plan(plan: Plan, hint: str = _HINT) -> None:
     for entry in plan.entries:
         if entry.method.lower() != "rtn":
             _check(formats.get(entry.format), f"`{entry.weight}` in {entry.format}", hint)
+
+
+def check_unseen(plan: Plan, unseen: Collection[str]) -> None:
+    """Of a plan that is given, beside an importance matrix that has no entry for some weights."""
+    for entry in plan.entries:
+        if entry.method.lower() != "rtn" and entry.weight in unseen:
+            _check(formats.get(entry.format), f"`{entry.weight}` in {entry.format}", _UNSEEN, "the importance matrix has no entry for it")
 
 
 def check_choice(size: str | None, constraints: Constraints, weights: Iterable[Weight], config: Any) -> None:
@@ -53,7 +57,7 @@ def check_choice(size: str | None, constraints: Constraints, weights: Iterable[W
             _check(fmt, f"`--size {size}`, which needs {fmt.name}")
 
 
-def _check(fmt: Format, what: str, hint: str = _HINT) -> None:
-    if needs_importance(fmt):
-        bits = f"{fmt.bits_per_weight(_ANY):.2f} bits, under {LEAST_BITS}, need to know which columns matter"
-        raise InputError(f"{what}: {bits}, and nothing is known of this model but its weights", hint)
+def _check(fmt: Format, what: str, hint: str = _HINT, known: str = "nothing is known of this model but its weights") -> None:
+    if fmt.needs_importance:
+        bits = f"{fmt.bits_per_weight(_ANY):.2f} bits, under {formats.LEAST_BITS}, need to know which columns matter"
+        raise InputError(f"{what}: {bits}, and {known}", hint)

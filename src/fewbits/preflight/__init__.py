@@ -5,8 +5,9 @@ files (checkpoint, statistics, a GGUF) are not counted, since the system may dro
 weight and `--memory`, except in a runtime that loads all of a file. Seconds are a forecast: operations divided by the rate that a matrix
 product of the model's size reaches now. A forward pass reaches half of that rate (0.53 on the embedded model).
 
-work.py   what is to be done        sizes.py   of the model         steps.py   what each step takes
-probe.py  one block of it, timed    within.py  what there is time for, with `--within`
+work.py   what is to be done        sizes.py     of the model                              steps.py      what each step takes
+probe.py  one block of it, timed    within.py    what there is time for, with `--within`   schedule.py   the same, by the clock of the run
+processes.py  how many processes measure and quantize
 """
 
 from __future__ import annotations

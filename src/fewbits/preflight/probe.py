@@ -20,6 +20,7 @@ from fewbits.model.walk import Walk, batches
 from fewbits.preflight.sizes import numbers_of
 from fewbits.preflight.steps import EFFICIENCY, block_seconds, feedback_seconds, measured_seconds
 from fewbits.preflight.work import Pace
+from fewbits.store import threads
 from fewbits.store.mapped import Room
 from fewbits.store.scratch import scratch_folder
 
@@ -104,6 +105,7 @@ def _rounding(
         weight = weights[-1]
         w, fmt = source.load(weight), some[len(some) // 2]
         began = time.perf_counter()
-        methods.get(method).quantize(w, fmt, known[weight.name])
+        with threads.for_weight(weight.shape):
+            methods.get(method).quantize(w, fmt, known[weight.name])
         found["quantizing"] = (time.perf_counter() - began) / feedback_seconds([weight], rate)
     return found

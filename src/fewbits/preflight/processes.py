@@ -24,8 +24,9 @@ def wanted(sizes: Sizes, work: Work, rate: float) -> int:
     most = min(torch.get_num_threads(), host.processors(), MOST)  # OMP_NUM_THREADS=1 asks for a single processor
     if not work.feedback or most < 2:
         return 1
-    seconds = sum(step.seconds for step in steps.steps_of(sizes, work, rate) if step.name in ("measuring", "quantizing"))
-    free = host.free_memory()
+    shared, rate, free = steps.narrow(sizes), rate * steps.EFFICIENCY, host.free_memory()
+    seconds = steps.measured_seconds([(weight, work.formats_of(weight.shape[1])) for weight in shared], rate)
+    seconds += work.makes * steps.feedback_seconds(shared, rate)
     while most > 1 and (
         seconds * (1 - 1 / most) < _WORTH * _STARTED or (free is not None and steps.of_processes(sizes, most) > _SHARE * free)
     ):

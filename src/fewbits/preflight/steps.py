@@ -5,7 +5,7 @@ Work that is no product is counted as the operations that would take as long:
     calibrating   a forward pass with second moments, then another one and its gradients: 4.9 forward passes by count, 5.5 measured
     measuring     1.85 million cols + 1,760 cols^2 for each weight and format that its columns divide into (256, 576 and 1536 columns:
                   9,000, 5,400 and 2,960 cols^2 on the embedded model and SmolLM2), and 9 rows x size^2 of its output moments
-    quantizing    10,000 a number by rounding; 105,000 with error feedback, beside its products
+    quantizing    10,000 a number by rounding; 105,000 with error feedback, beside its products (on two threads, of which it uses one)
     tuning        3.4 forward passes of a minibatch of 512 tokens for each step
     verifying     the float model and two files in the runtime, a forward pass each
 """
@@ -39,6 +39,7 @@ EFFICIENCY = 0.53
 _MEASURED = (1.85e6, 1760.0)  # equivalent operations, by columns and by their square
 _OUTPUT_SIDE = 9  # times rows x size^2 of the output moments, which are factored in float64
 _ROUNDED, _FED_BACK = 10_000, 105_000
+_COUNTED_ON = 2  # threads: with more, products are faster, and error feedback in weights that are rounded on one thread is not
 _FEEDBACK_PASSES, _TUNED, _MINIBATCH = 6, 3.4, 512
 _IDLE = 400 << 20  # bytes of a worker process that has no weight
 _LOOK = 0.1  # seconds to measure the speed
@@ -86,10 +87,16 @@ def measured_seconds(weights: Iterable[tuple[Weight, int]], rate: float) -> floa
     return total / rate
 
 
-def feedback_seconds(weights: Iterable[Weight], rate: float) -> float:
-    """Of rounding with error feedback."""
-    products = (numbers_of(w) * (_FED_BACK + _FEEDBACK_PASSES * 2 * w.shape[1] * (w.kind != "embedding")) for w in weights)
-    return sum(products) / rate
+def feedback_seconds(weights: Iterable[Weight], rate: float, processes: int = 1) -> float:
+    """Of rounding with error feedback; `rate` is that of all threads, `processes` share the weights that are rounded on one."""
+    import torch
+
+    total = 0.0
+    for weight in weights:
+        operations = numbers_of(weight) * (_FED_BACK + _FEEDBACK_PASSES * 2 * weight.shape[1] * (weight.kind != "embedding"))
+        alone = torch.get_num_threads() / _COUNTED_ON / processes
+        total += operations if threads.are_all_used(weight.shape) else operations * alone
+    return total / rate
 
 
 def _statistics_bytes(sizes: Sizes, work: Work) -> int:
@@ -110,32 +117,49 @@ def measuring(sizes: Sizes, work: Work, rate: float) -> Step:
     import torch
 
     side_by_side, method = torch.get_num_threads(), "auto" if work.feedback else "rtn"
-    each = sorted((FLOAT * numbers_of(w) + prediction.tried_bytes(w.shape[0]) + opened(w) for w in sizes.weights), reverse=True)
-    hessians = sorted((prediction.held_by(weight.shape[1], method) for weight in sizes.weights), reverse=True)
-    together = min(sum(hessians[:side_by_side]), max(hessians[0], prediction.TOGETHER))
+    here = _in_this_process(sizes, work)
+    each = sorted((FLOAT * numbers_of(w) + prediction.tried_bytes(w.shape[0]) + _opened(w) for w in here), reverse=True)
+    hessians = sorted((prediction.held_by(weight.shape[1], method) for weight in here), reverse=True)
+    together = min(sum(hessians[:side_by_side]), max([prediction.TOGETHER, *hessians[:1]]))
     seconds = measured_seconds([(weight, work.formats_of(weight.shape[1])) for weight in sizes.weights], rate)
     table = 256 * work.formats * len(each)
-    memory = of_processes(sizes, work.processes) if work.processes > 1 else sum(each[:side_by_side]) + together
+    memory = _with_workers(sizes, work, sum(each[:side_by_side]) + together)
     return Step("measuring", memory + _MARGIN, 2 * table, seconds)
 
 
 def quantizing(sizes: Sizes, work: Work, rate: float) -> Step:
     held = min(sizes.packed + sizes.beside, SHARD_BYTES + FLOAT * sizes.largest)
-    hessians = [prediction.held_by(w.shape[1], "auto") + opened(w) if work.feedback else opened(w) for w in sizes.weights]
-    each = max(8 * FLOAT * numbers_of(weight) + hessian for weight, hessian in zip(sizes.weights, hessians, strict=True))
+    each = max((_rounded_bytes(weight, work.feedback) for weight in _in_this_process(sizes, work)), default=0)
     written = sizes.packed + sizes.beside
-    rounding = feedback_seconds(sizes.weights, rate) if work.feedback else sizes.numbers * _ROUNDED / rate
-    seconds = rounding / work.processes + 3 * written / _DISK_RATE
-    beside = of_processes(sizes, work.processes) if work.processes > 1 else 0
+    rounding = feedback_seconds(sizes.weights, rate, work.processes) if work.feedback else sizes.numbers * _ROUNDED / rate
+    seconds = rounding + 3 * written / _DISK_RATE
     disk = 2 * work.makes * written + work.makes * sizes.packed  # for every plan its cached weights, its artifact and its file
-    return Step("quantizing", held + max(each, beside) + _MARGIN, disk, work.makes * seconds)
+    return Step("quantizing", held + _with_workers(sizes, work, each) + _MARGIN, disk, work.makes * seconds)
 
 
 def of_processes(sizes: Sizes, count: int) -> int:
     """Bytes that so many hold together at the most while they measure or quantize."""
-    narrow = [weight for weight in sizes.weights if not threads.are_all_used(weight.shape)]
-    each = sorted((8 * FLOAT * numbers_of(w) + prediction.held_by(w.shape[1], "auto") + opened(w) for w in narrow), reverse=True)
-    return count * _IDLE + sum(each[:count])
+    return count * _IDLE + sum(sorted((_rounded_bytes(weight, True) for weight in narrow(sizes)), reverse=True)[:count])
+
+
+def narrow(sizes: Sizes) -> list[Weight]:
+    """Weights that workers take."""
+    return [weight for weight in sizes.weights if not threads.are_all_used(weight.shape)]
+
+
+def _in_this_process(sizes: Sizes, work: Work) -> list[Weight]:
+    """Beside workers: the weights that take all threads."""
+    return [weight for weight in sizes.weights if work.processes == 1 or threads.are_all_used(weight.shape)]
+
+
+def _with_workers(sizes: Sizes, work: Work, here: int) -> int:
+    """Workers take their turn before this process, and wait until it is done."""
+    return here if work.processes == 1 else max(here + work.processes * _IDLE, of_processes(sizes, work.processes))
+
+
+def _rounded_bytes(weight: Weight, feedback: bool) -> int:
+    hessians = prediction.held_by(weight.shape[1], "auto") if feedback else 0
+    return 8 * FLOAT * numbers_of(weight) + hessians + _opened(weight)
 
 
 def tuning(sizes: Sizes, work: Work, rate: float) -> Step:
@@ -158,7 +182,7 @@ def verifying(sizes: Sizes, work: Work, rate: float) -> Step:
     return Step("verifying", memory, floats if sizes.target.takes_drafts else 2 * floats, work.makes * seconds)
 
 
-def opened(weight: Weight) -> int:
+def _opened(weight: Weight) -> int:
     """Second moments of inputs and gradients while the weight is worked on; wide ones stay mapped. Of an expert also those that its layer
     lends it, and the sums of both."""
     held = output_moments.nbytes(weight) + (2 * moments_of(weight) if weight.shape[1] <= WHOLE_COLUMNS else 0)

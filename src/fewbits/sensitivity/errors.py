@@ -31,15 +31,18 @@ _OTHER = 0.08
 class Importance(Protocol):
     def of(self, weight: str) -> WeightStatistics | None: ...
 
+    def unseen(self) -> set[str]: ...
+
 
 def measure_errors(model: Model, known: Importance | None, formats: Sequence[Format], progress: Progress[Any] = silent) -> Sensitivity:
     """`known`: llama.cpp's importance matrix; None: all columns count alike."""
     from fewbits.store.heap import return_free_memory
 
     rows: dict[str, dict[str, Cell]] = {}
-    share_of = _shares(model.weights)
+    share_of, unseen = _shares(model.weights), known.unseen() if known else set()
     for weight in progress(model.weights, len(model.weights), "measuring"):
-        rows[weight.name] = row_of(model, known, weight, formats, share_of[weight.name])
+        some = [fmt for fmt in formats if not (fmt.needs_importance and weight.name in unseen)]
+        rows[weight.name] = row_of(model, known, weight, some, share_of[weight.name])
         return_free_memory()
     return Sensitivity(
         model=model.name, model_sha256=model.fingerprint, runs=(), method="auto" if known else "rtn", weights=model.weights, rows=rows,

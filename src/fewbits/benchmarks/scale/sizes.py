@@ -126,7 +126,7 @@ def _run(model: str, out: str, options: str) -> None:
     """In the child process."""
     from fewbits.pipeline import quantize
 
-    result = quantize(model, out, offline=True, progress=followed, **json.loads(options))
+    result = quantize(model, out, offline=True, executor="local", progress=followed, **json.loads(options))  # one process is watched
     sys.stdout.write(json.dumps({"bytes": Path(out).stat().st_size, "kl": getattr(result.verdict, "kl_mean", None)}) + "\n")
 
 

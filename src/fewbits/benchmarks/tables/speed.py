@@ -168,7 +168,7 @@ def _percent(spread: Spread) -> str:
 
 def _warn_unless_alike(ours: Iterable[str], peer: str) -> None:
     """Where the peer was built for less than this processor has, a ratio says more of the build than of the code."""
-    for isa, feature, name in (("avx512", "avx512", "AVX-512"), ("avxvnni", "avx_vnni", "AVX-VNNI")):
+    for isa, feature, name in (("avx512", "avx512_vnni", "AVX-512 VNNI"), ("avxvnni", "avx_vnni", "AVX-VNNI")):
         if peer and feature not in peer.split() and any(isa in each for each in ours):
             note(f"this build of ggml has no {name} kernels; FEWBITS_KERNEL=avx2 compares like with like")
 

@@ -121,7 +121,9 @@ class Crew:
         shape = self.shapes.get(parameters.get("weight", ""))
         memory = held_by(*shape) if shape else 0
         folder = str(cache.folder.resolve())
-        return Unit(step, function, cache.about, parameters, inputs, self.model, worker.versions(), folder, self.store, memory)
+        fed_back = step == "weight" and parameters["method"] != "rtn"  # rounding alone shares its rows among threads
+        one = step == "row" or (fed_back and shape is not None and not threads.are_all_used(shape))
+        return Unit(step, function, cache.about, parameters, inputs, self.model, worker.versions(), folder, self.store, memory, one)
 
     def _finished(self, missing: list[Unit], cache: Cache, progress: Progress[Any]) -> Iterator[Unit]:
         waiting, tries = deque(missing), Counter[str]()
@@ -134,6 +136,9 @@ class Crew:
                 if problem is None:
                     yield unit
                     continue
+                if self.by_itself:
+                    self._alone(problem, progress)
+                    return
                 tries[unit.name] += 1
                 if tries[unit.name] >= TRIES:
                     look = "that worker's memory and log, and the store," if self.store else "that worker's memory and log"
@@ -145,6 +150,7 @@ class Crew:
 
     def _alone(self, reason: str, progress: Progress[Any]) -> None:
         self._failed.append(reason)
+        self.carrier.close()  # those that are left hold memory, of which there may be too little
         say(progress, f"worker processes fail ({reason.strip().splitlines()[-1]}): this one goes on alone")
 
     def _taken(self, unit: Unit, answer: Answer, cache: Cache) -> str | None:

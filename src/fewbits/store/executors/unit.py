@@ -22,6 +22,7 @@ class Unit:
     folder: str  # the cache folder for its result, if all machines share it
     store: str | None = None  # the store for its result, if they do not
     memory: int = 0  # bytes that it holds at the most, estimated from the shape of its weight
+    one_thread: bool = False  # a row of the sensitivity table; error feedback in a narrow weight
 
     @property
     def name(self) -> str:
@@ -29,8 +30,7 @@ class Unit:
 
     @property
     def cores(self) -> int:
-        """Rows of the sensitivity table are measured on one thread each, everywhere."""
-        return 1 if self.step == "row" else int(self.about["machine"][1])
+        return 1 if self.one_thread else int(self.about["machine"][1])
 
 
 @dataclass(frozen=True)
