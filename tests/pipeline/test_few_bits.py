@@ -81,4 +81,4 @@ def test_a_large_damage_that_is_allowed_is_met_and_used(tmp_path: Path) -> None:
         "formats": ("iq1_s", "iq2_xxs", "iq2_xs", "iq3_xxs"),
     }
     made = pipeline.quantize(embedded.MODEL, tmp_path / "small.gguf", max_kl=0.3, **options)
-    assert 0.27 < made.verdict.kl_mean <= 0.3 and made.plan.bits_per_weight < 2
+    assert 0.24 < made.verdict.kl_mean <= 0.3 and made.plan.bits_per_weight < 2

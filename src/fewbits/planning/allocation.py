@@ -1,8 +1,8 @@
 """A table of sensitivities and a limit in, the plan of least damage out; and the frontier of all sizes.
 
-The KL of single weights adds up (beyond a KL of about 0.1 up to a factor that depends on the sum alone: `sensitivity/curve.py`), so the
-best plan of a size is a knapsack, which `solver` solves exactly. Weights that must share a format are one item. Formats that the target
-cannot store or the user excludes are no options.
+The KL of single weights adds up (where it is large, up to a factor that depends on the sum alone: `sensitivity/curve.py`), so the best
+plan of a size is a knapsack, which `solver` solves exactly. Weights that must share a format are one item. Formats that the target cannot
+store or the user excludes are no options.
 """
 
 from __future__ import annotations

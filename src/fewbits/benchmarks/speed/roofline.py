@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from fewbits.benchmarks.timing import Contender, Spread, Timed, interleaved, spread, within
 from fewbits.devices import processor
 from fewbits.errors import MissingError
 
-_CACHES = 16  # times the last cache: of a buffer 2.25 times as large a fifth to a third is found there again (Zen 5: 113 to 133 GB/s; 16 times 91, 64 times 87)
+# Times the last cache. Of a buffer 2.25 times as large a quarter is found there again: on a Zen 5 it was read at 113 to 133 GB/s, one 16
+# times as large at 91, one 64 times as large at 87.
+_CACHES = 16
 _LEAST, _MOST = 64 << 20, 1 << 30  # bytes to read round and round
 _SLICE = 32 << 20  # bytes read in one call
 _CACHED = 512 << 10  # bytes per thread that stay in its own cache (L2)

@@ -1,7 +1,9 @@
-"""How much of a plan's predicted KL comes true where the damage is large: the model itself, damaged as the plan will, is measured.
+"""Where damage is large, KL no longer grows with its square: how fast it does is measured on the model itself, damaged as the plan will.
 
 Every weight gets the rounding errors of its planned format, a part of them and more of them: three copies of the model with one kind of
-damage in three strengths. Prediction and measurement of each are a point of the curve (`sensitivity/curve.py`).
+damage in three strengths. The KL of the weakest is where the others begin: from it the expansion says what theirs should be, and what they
+are is a point of the curve (`sensitivity/curve.py`). How well the KL of rounding errors was predicted in the first place does not matter
+here: the plan's own errors will be others, of error feedback.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ def measure_curve(
     streams = {str(s): Stream({weight.name: damage.maker(weight, s) for weight in quantized}) for s in _STRENGTHS}
     windows = [list(sample) for sample in samples[: max(1, _TOKENS // max(1, len(samples[0])))]]
     measured = compare_streams(model, windows, streams, memory, progress).measured
-    return through([(s**2 * sum(damage.predicted.values()), float(np.mean(measured[str(s)].kl))) for s in _STRENGTHS])
+    kl = [float(np.mean(measured[str(s)].kl)) for s in _STRENGTHS]
+    return through([((s / _STRENGTHS[0]) ** 2 * kl[0], found) for s, found in zip(_STRENGTHS, kl, strict=True)])
 
 
 class _Damage:
@@ -47,7 +50,6 @@ class _Damage:
     def __init__(self, model: Model, statistics: Statistics, plan: Plan) -> None:
         self._model, self._statistics, self._plan = model, statistics, plan
         self._errors: dict[str, tuple[Tensor, int]] = {}  # of weights that not every strength was asked for, and how many were
-        self.predicted: dict[str, float] = {}
 
     def maker(self, weight: Weight, strength: float) -> Callable[[], Tensor]:
         return lambda: self._model.load(weight) + strength * self._error(weight)
@@ -64,7 +66,4 @@ class _Damage:
         fmt, known = formats.get(self._plan[weight.name].format), self._statistics.of(weight.name)
         w = self._model.load(weight)
         importance = known.importance() if known.has_importance else None
-        error = kernels.decode(fmt, rtn.quantize(w, fmt, importance), weight.shape) - w
-        # row by row, as the table's cells are: the curve begins where they end
-        self.predicted[weight.name] = float(known.row_damage(error).sum()) if known.predicts_kl else 0.0
-        return error
+        return kernels.decode(fmt, rtn.quantize(w, fmt, importance), weight.shape) - w
