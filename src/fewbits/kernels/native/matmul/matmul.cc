@@ -114,28 +114,28 @@ struct ChunkBytes {
       : blocks(blocks), header(tiling.header_bytes(blocks)), all(tiling.chunk_bytes(blocks)) {}
 };
 
-// One row of activations. Weights are read in kStreams places at once, which is faster than in one.
+// One row of activations. Weights are read in several places at once, which is faster than in one.
 void stream_stripes(const Product& product, const ActivationRow& x, int threads) {
   const Tiling tiling(product.kernel, product.cols);
   const TileFunctions of = find_tiles(product.kernel.isa, tiling.bytes);
   const size_t stripes = tiling.stripes(product.weights), stripe_bytes = tiling.stripe_bytes();
-  const size_t at_a_time = kStreams * rows_at_a_time(stripes, stripe_bytes, threads);
+  const size_t streams = of.streams, at_a_time = streams * rows_at_a_time(stripes, stripe_bytes, threads);
   // asked once: these sizes take divisions, a fifth of all instructions if they are asked of each chunk
   const ChunkBytes whole(tiling, kChunkBlocks), rest(tiling, tiling.blocks % kChunkBlocks);
   float* const out = product.out;
   for_visits((stripes + at_a_time - 1) / at_a_time, product.weights * product.cols, threads, [&](size_t visit) {
     StripeSums sums[kStreams];
     const size_t first = visit * at_a_time, end = std::min(first + at_a_time, stripes);
-    const size_t apart = (end - first + kStreams - 1) / kStreams;
+    const size_t apart = (end - first + streams - 1) / streams;
     for (size_t i = 0; i < apart; ++i) {
       const uint8_t* chunk[kStreams];
-      for (size_t k = 0; k < kStreams; ++k) {  // if no stripe is left, the last one is read again
+      for (size_t k = 0; k < streams; ++k) {  // if no stripe is left, the last one is read again
         chunk[k] = product.tiles + std::min(first + k * apart + i, end - 1) * stripe_bytes;
         std::fill_n(sums[k].total, kStripe, 0.0f);
       }
       for (size_t block = 0; block < tiling.blocks; block += kChunkBlocks) {
         const ChunkBytes& here = tiling.blocks - block >= kChunkBlocks ? whole : rest;
-        for (size_t k = 0; k < kStreams; ++k) {
+        for (size_t k = 0; k < streams; ++k) {
           for (size_t line = 0; line < here.header; line += 64) __builtin_prefetch(chunk[k] + kAhead + line);
           if (of.expands) of.expand(tiling, chunk[k], here.blocks, sums[k].scale[0], sums[k].offset[0], kStripe);
           sums[k].header = chunk[k];
@@ -144,7 +144,7 @@ void stream_stripes(const Product& product, const ActivationRow& x, int threads)
         }
         of.dot(tiling, sums, here.blocks, x, block);
       }
-      for (size_t k = 0; k < kStreams && first + k * apart + i < end; ++k) {
+      for (size_t k = 0; k < streams && first + k * apart + i < end; ++k) {
         const size_t row_of = (first + k * apart + i) * kStripe, count = std::min(kStripe, product.weights - row_of);
         for (size_t w = 0; w < count; ++w)
           out[row_of + w] = product.bias ? sums[k].total[w] + product.bias[row_of + w] : sums[k].total[w];

@@ -49,7 +49,7 @@ constexpr size_t kAhead = 2048;
 using ExpandScales = void (*)(const Tiling&, const uint8_t* chunk, size_t blocks, float* scale, float* offset, size_t stride);
 // into[step][lane + row][column]: bytes in the order of a panel.
 using UnpackSteps = void (*)(const Tiling&, const uint8_t* codes, size_t blocks, size_t lane, uint8_t (*into)[kPanelRows][4]);
-// Stripes that are read at the same time: a core reads memory faster in four places than in one.
+// Stripes that are read at the same time, at most: a core reads memory faster in four places than in one.
 constexpr size_t kStreams = 4;
 struct StripeSums {
   const uint8_t* header;  // of the chunk
@@ -58,7 +58,7 @@ struct StripeSums {
   alignas(64) float offset[2 * kChunkBlocks][kStripe];
   alignas(64) float total[kStripe];
 };
-// total += the products of each with the blocks of x from `first` on.
+// total += the products of each of the first `streams` with the blocks of x from `first` on.
 using DotStripes = void (*)(const Tiling&, StripeSums (&stripes)[kStreams], size_t blocks, const ActivationRow& x, size_t first);
 
 struct TileFunctions {
@@ -66,6 +66,7 @@ struct TileFunctions {
   UnpackSteps unpack = nullptr;
   DotStripes dot = nullptr;
   bool expands = true;  // false: `dot` reads the scales from the tiles itself
+  size_t streams = kStreams;
 };
 
 // All null if this instruction set has no kernels for tiles: weights are then read in their stored layout.

@@ -1,5 +1,5 @@
 // tiles.h with AVX2: the two halves of a stripe one after the other, eight rows in a register. maddubs adds pairs of products in
-// 16 bits; panels_avx2.cc explains how many fit. 8-bit codes are made signed for it.
+// 16 bits; panels_avx2.cc explains how many fit. 8-bit codes lie signed in its tiles.
 #include "matmul/tiles_avx2.h"
 
 #if defined(__x86_64__)
@@ -118,6 +118,15 @@ FEWBITS_AVX2 void expand_plain(const Tiling& tiling, const uint8_t* chunk, size_
   }
 }
 
+template <typename Of>
+void multiply_by(TileFunctions& of) {
+  if constexpr (Of::kNested)
+    of.dot = dot_nested<Of>;
+  else
+    of.dot = dot<Of>;
+  of.streams = Of::kReads;
+}
+
 template <int kBits, int kByteBits = kBits>
 TileFunctions of_bits(const ByteTraits& bytes) {
   constexpr bool kPlain = kBits == kByteBits;  // no levels
@@ -125,26 +134,31 @@ TileFunctions of_bits(const ByteTraits& bytes) {
   const auto is = [&](Scales scales, bool by_16, bool offsets) {
     return bytes.scales == scales && bytes.by_16 == by_16 && bytes.offsets == offsets;
   };
-  if (is(Scales::kHalf, false, false)) of.dot = dot<Kind<kBits, kByteBits, false, false, From::kHalves>>;
-  if (is(Scales::kSixBits, false, false)) of.dot = dot_nested<Kind<kBits, kByteBits, false, false, From::kSixBits>>;
+  if (is(Scales::kHalf, false, false)) multiply_by<Kind<kBits, kByteBits, false, false, From::kHalves>>(of);
+  if (is(Scales::kSixBits, false, false)) multiply_by<Kind<kBits, kByteBits, false, false, From::kSixBits>>(of);
   if constexpr (!kPlain)
-    if (is(Scales::kExponent, false, false)) of.dot = dot<Kind<kBits, kByteBits, false, false, From::kExponents>>;
+    if (is(Scales::kExponent, false, false)) multiply_by<Kind<kBits, kByteBits, false, false, From::kExponents>>(of);
   if constexpr (kBits == 2)
-    if (is(Scales::kFourBits, true, true)) of.dot = dot_nested<Kind<2, 2, true, true, From::kFourBits>>;
+    if (is(Scales::kFourBits, true, true)) multiply_by<Kind<2, 2, true, true, From::kFourBits>>(of);
   if constexpr (kBits == 3)
-    if (is(Scales::kSixBits, true, false)) of.dot = dot_nested<Kind<3, 3, true, false, From::kSixBits>>;
+    if (is(Scales::kSixBits, true, false)) multiply_by<Kind<3, 3, true, false, From::kSixBits>>(of);
   if constexpr (kPlain && (kBits == 4 || kBits == 5))
-    if (is(Scales::kSixBits, false, true)) of.dot = dot_nested<Kind<kBits, kBits, false, true, From::kSixBits>>;
+    if (is(Scales::kSixBits, false, true)) multiply_by<Kind<kBits, kBits, false, true, From::kSixBits>>(of);
   if constexpr (kBits == 6)
-    if (is(Scales::kEightBits, true, false)) of.dot = dot_nested<Kind<6, 6, true, false, From::kEightBits>>;
+    if (is(Scales::kEightBits, true, false)) multiply_by<Kind<6, 6, true, false, From::kEightBits>>(of);
   if (of.dot) return of;
   of.expands = true;
-  of.dot = bytes.by_16 ? dot<Kind<kBits, kByteBits, true, false, From::kFloats>>
-                       : dot<Kind<kBits, kByteBits, false, false, From::kFloats>>;
+  if (bytes.by_16)
+    multiply_by<Kind<kBits, kByteBits, true, false, From::kFloats>>(of);
+  else
+    multiply_by<Kind<kBits, kByteBits, false, false, From::kFloats>>(of);
   if constexpr (kPlain)
-    if (bytes.offsets)
-      of.dot =
-          bytes.by_16 ? dot<Kind<kBits, kBits, true, true, From::kFloats>> : dot<Kind<kBits, kBits, false, true, From::kFloats>>;
+    if (bytes.offsets) {
+      if (bytes.by_16)
+        multiply_by<Kind<kBits, kBits, true, true, From::kFloats>>(of);
+      else
+        multiply_by<Kind<kBits, kBits, false, true, From::kFloats>>(of);
+    }
   return of;
 }
 
