@@ -375,7 +375,7 @@ def test_bench_quantize_compares_speed_and_weighted_error(run) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("isa", ["avx512", "avx2"])
+@pytest.mark.parametrize("isa", ["avx512", "avxvnni", "avx2"])
 @pytest.mark.usefixtures("tiny")
 def test_a_peer_that_was_built_for_less_is_said(run, monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
     pytest.importorskip("xllamacpp")
@@ -384,7 +384,7 @@ def test_a_peer_that_was_built_for_less_is_said(run, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(processor.FORCE, isa)
     monkeypatch.setattr(ggml_matmul, "features", lambda: "avx avx2 fma")
     code, out, err = run("bench", "quantize", "--format", "q4_0", "--shape", "256x32", "--rounds", 1, "--peers")
-    assert code == 0 and "avx avx2 fma" in out and ("no AVX-512 VNNI kernels" in err) == (isa == "avx512")
+    assert code == 0 and "avx avx2 fma" in out and ("no AVX-512 VNNI kernels" in err) == (isa == "avx512") and "no AVX-VNNI" not in err
 
 
 @needs_native

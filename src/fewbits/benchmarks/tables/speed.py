@@ -135,7 +135,7 @@ def tokens(result: TokenBench) -> None:
     console.print(table)
     console.print(f"fewbits: {_kernel(result.kernel)}" + (f"; llama.cpp: {result.peer}" if result.peer else ""), soft_wrap=True)
     if result.peer:
-        _warn_unless_alike([result.kernel], result.peer)
+        _warn_unless_alike([f"{result.kernel}, tiles"], result.peer)
 
 
 def duration(seconds: float) -> str:
@@ -167,8 +167,9 @@ def _percent(spread: Spread) -> str:
 
 
 def _warn_unless_alike(ours: Iterable[str], peer: str) -> None:
-    """Where the peer was built for less than this processor has, a ratio says more of the build than of the code."""
-    for isa, feature, name in (("avx512", "avx512_vnni", "AVX-512 VNNI"), ("avxvnni", "avx_vnni", "AVX-VNNI")):
+    """Where the peer was built for less than this processor has, a ratio says more of the build than of the code. Only products are
+    written for AVX-VNNI: what rounds and decodes with it is AVX2."""
+    for isa, feature, name in (("avx512", "avx512_vnni", "AVX-512 VNNI"), ("avxvnni, tiles", "avx_vnni", "AVX-VNNI")):
         if peer and feature not in peer.split() and any(isa in each for each in ours):
             note(f"this build of ggml has no {name} kernels; FEWBITS_KERNEL=avx2 compares like with like")
 

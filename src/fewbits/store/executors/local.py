@@ -57,7 +57,7 @@ class _Process:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fewbits.store.executors.local_worker"],  # -P: no module out of the current folder
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
+            env={"OMP_WAIT_POLICY": "passive"} | os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"},
         )  # fmt: skip
         assert self._process.stdin and self._process.stdout
         self._units, self.answers = self._process.stdin, self._process.stdout
