@@ -74,7 +74,8 @@ struct Case {
   const vectors::Searches& searches;
   const Type& type;
   const vectors::OwnedBook& owned;
-  const Guarded<float>&x, &importance;
+  const Guarded<float>& x;
+  const Guarded<float>& importance;
 };
 
 struct Scales {  // of each group of each row
