@@ -41,11 +41,11 @@ bench-workers: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/fewbits bench workers -o bench-workers --workers 1,2,4
 	$(BIN)/python tools/draw_workers.py bench-workers
 
-# Kernels of AArch64 in an emulator; needs a cross compiler and qemu, says so, and is no part of `make test`.
+# Kernels and searches of AArch64 in an emulator; needs a cross compiler and qemu, says so, and is no part of `make test`.
 test-neon:
 	$(MAKE) -C tests/kernels/native neon
 
-# The kernels of this processor under the compiler's sanitizers: addresses and undefined behaviour, then threads.
+# Kernels and searches of this processor under the compiler's sanitizers: addresses and undefined behaviour, then threads.
 test-sanitized:
 	$(MAKE) -C tests/kernels/native sanitized
 

@@ -94,6 +94,7 @@ class Digest {
 };
 
 void check_packing(Digest& digest);
+void check_search(Digest& digest);
 void check_decoding(const std::string& isa, Digest& digest);
 void check_activations(const std::string& isa);
 void check_products(const std::string& isa);

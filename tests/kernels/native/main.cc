@@ -1,10 +1,10 @@
-// Every kernel of the table against slow twins, without Python: for instruction sets that only an emulator runs, and for
-// sanitizers.
+// Every kernel of the table against slow twins, and searches against scalar ones, without Python: for instruction sets that only
+// an emulator runs, and for sanitizers.
 //
 //     kernels_check [threads] [dotprod | no-dotprod] [digest-into FILE | digest-from FILE]
 //
 // `threads` checks what threads share, and nothing else. `dotprod` and `no-dotprod` say which of NEON's two ways must be taken.
-// The digest is of what the scalar kernels pack and decode: written on one processor, it is compared on another.
+// The digest is of what the scalar kernels pack, decode and find: written on one processor, it is compared on another.
 #include <algorithm>
 #include <csignal>
 #include <fstream>
@@ -38,7 +38,7 @@ void check_processor(bool dotprod, bool no_dotprod) {
 void compare_digest(const Digest& digest, const std::string& file) {
   uint64_t expected = 0;
   if (!(std::ifstream(file) >> expected)) fail("there is no digest in %s", file.c_str());
-  if (digest.value() != expected) fail("the scalar kernels do not pack and decode as on the other processor");
+  if (digest.value() != expected) fail("the scalar kernels do not pack, decode and search as on the other processor");
 }
 
 }  // namespace
@@ -55,7 +55,10 @@ int main(int count, char** words) {
 #endif
   Digest digest;
   give_grids();
-  if (!has("threads")) check_packing(digest);
+  if (!has("threads")) {
+    check_packing(digest);
+    check_search(digest);
+  }
   for (const std::string& isa : instruction_sets()) {
     check_threads(isa);
     if (has("threads")) continue;

@@ -12,37 +12,13 @@
 #include <optional>
 #include <stdexcept>
 
-#include "platform/avx512.h"
 #include "platform/threads.h"
 
 namespace nb = nanobind;
 
 namespace fewbits {
 namespace quantize {
-
-const Searches& find_searches(const std::string& isa) {
-#if defined(__x86_64__)
-  if (isa == "avx512" && has_avx512()) return avx512_searches;
-  if (isa == "avx2" && has_avx2()) return avx2_searches;
-#endif
-  if (isa == "scalar") return scalar_searches;
-  throw std::invalid_argument("no " + isa + " kernel searches for scales here");
-}
-
 namespace {
-
-// Those that run here, fastest first.
-std::vector<std::string> search_isas() {
-  std::vector<std::string> found;
-  for (const char* isa : {"avx512", "avx2", "scalar"}) {
-    try {
-      find_searches(isa);
-      found.emplace_back(isa);
-    } catch (const std::invalid_argument&) {
-    }
-  }
-  return found;
-}
 
 using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <typename Number>

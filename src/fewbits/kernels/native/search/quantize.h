@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace fewbits::quantize {
 
@@ -113,7 +114,8 @@ extern const Searches scalar_searches;
 extern const Searches avx2_searches, avx512_searches;
 #endif
 
-const Searches& find_searches(const std::string& isa);
+const Searches& find_searches(const std::string& isa);  // throws std::invalid_argument if it does not run here
+std::vector<std::string> search_isas();                 // those that run here, fastest first
 
 static inline void needs(bool true_one, const char* what) {
   if (!true_one) throw std::invalid_argument(what);

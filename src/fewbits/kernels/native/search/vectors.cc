@@ -8,15 +8,14 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cmath>
+#include <new>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "platform/avx512.h"
 #include "platform/threads.h"
 #include "search/quantize.h"
+#include "search/vectors_book.h"
 
 namespace nb = nanobind;
 
@@ -30,82 +29,10 @@ using Array = nb::ndarray<Number, nb::ndim<kDimensions>, nb::c_contig, nb::devic
 using Matrix = Array<const float, 2>;
 using List = Array<const float, 1>;
 
-constexpr float kFaintest = 0x1p-13f;  // no cost of a large value passes 2^31, beyond which there are no integers
-
-const Searches& find(const std::string& isa) {
-#if defined(__x86_64__)
-  if (isa == "avx512" && has_avx512()) return avx512_searches;
-  if (isa == "avx2" && has_avx2()) return avx2_searches;
-#endif
-  if (isa == "scalar") return scalar_searches;
-  throw std::invalid_argument("no " + isa + " kernel knows codes of vectors here");
+void make_book(OwnedBook* into, size_t dimension, int signs, const std::vector<float>& shifts, const std::vector<float>& levels,
+               const std::vector<size_t>& first, const std::vector<size_t>& second, const Matrix& points) {
+  new (into) OwnedBook(dimension, signs, shifts, levels, first, second, {points.data(), points.shape(0), points.shape(1)});
 }
-
-// A codebook and the memory that it points to.
-struct OwnedBook {
-  std::vector<int16_t> numbers;
-  std::vector<uint8_t> begun;
-  std::vector<float> grid;
-  Minima minima;
-  Book book{};
-
-  // Of each point, in the order of their numbers: the halves.
-  OwnedBook(size_t dimension, int signs, const std::vector<float>& shifts, const std::vector<float>& levels,
-            const std::vector<size_t>& first, const std::vector<size_t>& second, const Matrix& points)
-      : grid(points.data(), points.data() + points.size()) {
-    const size_t width = points.shape(1), count = points.shape(0), halves = width == 8 ? 81 : 64;
-    const auto is_half = [&](size_t i) { return i < halves; };
-    needs((dimension == 4 || dimension == 8) && (width == 4 || width == 8) && dimension % width == 0,
-          "vectors have 4 or 8 weights");
-    needs(levels.size() == (width == 8 ? 3 : 8), "a half is four of three levels or two of eight");
-    needs(count >= 2 && count <= 4096 && first.size() == count && second.size() == count, "each point has two halves");
-    needs(std::all_of(first.begin(), first.end(), is_half) && std::all_of(second.begin(), second.end(), is_half),
-          "a half is one of them");
-    needs(signs >= 0 && signs <= 2 && (shifts.empty() || (shifts.size() == 2 && signs == 0 && width == dimension)),
-          "there are two shifts of a whole point or none");
-    book.dimension = dimension;
-    book.width = width;
-    book.signs = static_cast<Signs>(signs);
-    book.shift_count = shifts.size();
-    while (size_t{1} << book.index_bits < count) ++book.index_bits;
-    book.level_count = levels.size();
-    book.half_count = halves;
-    book.grid = grid.data();
-    std::copy(shifts.begin(), shifts.end(), book.shifts);
-    std::copy(levels.begin(), levels.end(), book.levels);
-    float least = INFINITY;
-    for (const float level : levels)
-      for (const float shift : shifts.empty() ? std::vector<float>{0.0f} : shifts)
-        least = std::min(least, (level + shift) * (level + shift));
-    book.faintest = std::max(kFaintest, least);
-    pair_halves(first, second);
-  }
-  OwnedBook(const OwnedBook&) = delete;
-  OwnedBook& operator=(const OwnedBook&) = delete;
-
-  void pair_halves(const std::vector<size_t>& first, const std::vector<size_t>& second) {
-    const size_t halves = book.half_count;
-    numbers.assign(halves * halves, -1);
-    for (size_t i = 0; i < first.size(); ++i) {
-      int16_t& number = numbers[first[i] * halves + second[i]];
-      needs(number < 0, "no point is there twice");
-      number = static_cast<int16_t>(i);
-    }
-    std::vector<std::vector<uint16_t>> sets(halves);
-    for (size_t a = 0; a < halves; ++a)
-      for (size_t b = 0; b < halves; ++b)
-        if (numbers[a * halves + b] >= 0) sets[a].push_back(static_cast<uint16_t>(b));
-    for (const auto& set : sets) begun.push_back(!set.empty());
-    minima = shared_minima(std::move(sets), halves);
-    book.numbers = numbers.data();
-    book.begun = begun.data();
-    book.pair_count = minima.pairs.size() / 2;
-    book.sets = minima.sets;
-    book.pairs = minima.pairs.data();
-    book.order = minima.order.data();
-    book.members = minima.members.data();
-  }
-};
 
 // Calls work(begin, end) over all rows; shares are whole registers of rows, so that no result depends on the number of threads.
 template <typename Work>
@@ -121,7 +48,7 @@ void in_shares(size_t rows, size_t weights, size_t together, int threads, const 
 
 void nearest(const std::string& isa, const OwnedBook& owned, const Matrix& x, const List& weight, Array<int32_t, 2> codes,
              const std::optional<Matrix>& scale, const std::optional<Matrix>& offset, int threads) {
-  const Searches& searches = find(isa);
+  const Searches& searches = find_searches(isa);
   const size_t rows = x.shape(0), cols = x.shape(1), d = owned.book.dimension;
   needs(cols % d == 0 && weight.shape(0) == cols && codes.shape(0) == rows && codes.shape(1) == cols / d,
         "there is a code for each vector, and an importance for each column");
@@ -141,7 +68,7 @@ void nearest(const std::string& isa, const OwnedBook& owned, const Matrix& x, co
 void fit(const std::string& isa, const OwnedBook& owned, const std::vector<size_t>& sizes, const std::vector<float>& numbers,
          const Matrix& x, const List& weight, Array<int8_t, 2> sub, std::optional<Array<int8_t, 2>> shift, Array<uint16_t, 2> d,
          int threads) {
-  const Searches& searches = find(isa);
+  const Searches& searches = find_searches(isa);
   needs(sizes.size() == 4 && numbers.size() == 5, "a search has four sizes and five numbers");
   const Fit given{sizes[0], sizes[1], sizes[2], sizes[3] != 0, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
   const size_t rows = x.shape(0), cols = x.shape(1);
@@ -163,7 +90,7 @@ void fit(const std::string& isa, const OwnedBook& owned, const std::vector<size_
 void visit(const std::string& isa, const OwnedBook& owned, const Matrix& targets, const Matrix& weights, Array<float, 2> errors,
            Array<int32_t, 2> codes, const Matrix& scale, const std::optional<Matrix>& offset, const Matrix& coupling,
            const Matrix& metric, bool keep, int attempts, int threads) {
-  const Searches& searches = find(isa);
+  const Searches& searches = find_searches(isa);
   const size_t columns = targets.shape(0), rows = targets.shape(1), d = owned.book.dimension;
   const auto is = [](const auto& array, size_t first, size_t second) {
     return array.shape(0) == first && array.shape(1) == second;
@@ -191,10 +118,7 @@ void visit(const std::string& isa, const OwnedBook& owned, const Matrix& targets
 }  // namespace vectors
 
 void register_vectors(nb::module_& m) {
-  using vectors::OwnedBook;
-  nb::class_<OwnedBook>(m, "VectorBook")
-      .def(nb::init<size_t, int, const std::vector<float>&, const std::vector<float>&, const std::vector<size_t>&,
-                    const std::vector<size_t>&, const vectors::Matrix&>());
+  nb::class_<vectors::OwnedBook>(m, "VectorBook").def("__init__", &vectors::make_book);
   // noconvert: a mismatched array must be refused, because a silent copy would be written instead of the caller's memory.
   m.def("nearest_vectors", &vectors::nearest, nb::arg("isa"), nb::arg("book"), nb::arg("x").noconvert(),
         nb::arg("weight").noconvert(), nb::arg("codes").noconvert(), nb::arg("scale").noconvert().none(),

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "search/minima.h"
 
@@ -95,5 +96,7 @@ extern const Searches scalar_searches;
 #if defined(__x86_64__)
 extern const Searches avx2_searches, avx512_searches;
 #endif
+
+const Searches& find_searches(const std::string& isa);  // throws std::invalid_argument if it does not run here
 
 }  // namespace fewbits::vectors
