@@ -312,7 +312,7 @@ class Run:
         if (plan.kl or 0.0) < FROM:
             return table
         samples = self.text.samples.ids if self.text.samples else self.text.windows
-        curve = measure_curve(self.source, maker.statistics, plan, samples, asked.memory, self.progress)
+        curve = measure_curve(self.source, maker.statistics, plan, samples, asked.memory, self.progress, tuned=bool(asked.tune))
         table = replace(table, curve=curve)
         table.save(asked.work / TABLE)
         return table

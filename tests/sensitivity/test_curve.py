@@ -77,13 +77,18 @@ class TestPlans:
 
 
 def test_the_curve_is_what_the_damaged_model_measures(embedded_model: Model, statistics: Statistics, whole: Allocator) -> None:
+    """The strongest damage is the plan rounded to nearest, whose prediction is the sum over the table's cells; or, where scales will be
+    tuned, what the weakest lets expect."""
     plan = planning.uniform(embedded_model.weights, targets.get("gguf"), known.get("iq2_xs"))
     samples = calibration.draw(embedded_model, (), 4, 128, 1).ids
-    curve = measure_curve(embedded_model, statistics, plan, samples, 1 << 30, silent)
-    assert len(curve.points) == 3
+    curve, tuned = (measure_curve(embedded_model, statistics, plan, samples, 1 << 30, silent, tuned) for tuned in (False, True))
+    assert len(curve.points) == len(tuned.points) == 3
     predicted, measured = zip(*curve.points, strict=True)
     assert [p / predicted[-1] for p in predicted] == pytest.approx([0.16, 0.49, 1.0])  # strengths squared
-    assert measured[0] == pytest.approx(predicted[0]), "the others begin at the weakest"
-    assert measured[0] < measured[1] < measured[2] and all(0.8 < m / p < 1.25 for p, m in curve.points)
     cells = sum(whole.table.rows[weight.name]["iq2_xs"].kl for weight in embedded_model.weights)
-    assert 0.7 < measured[2] / cells < 1.4, "the strongest is the plan rounded to nearest, whose KL the table predicts"
+    spread = sum((c := whole.table.rows[w.name]["iq2_xs"]).spread * c.kl for w in embedded_model.weights)
+    assert abs(predicted[-1] - cells) < 3 * spread + 0.02 * cells
+    assert all(0.5 < m / p < 2 for p, m in curve.points) and measured[0] < measured[1] < measured[2]
+    expected, found = zip(*tuned.points, strict=True)
+    assert found == measured and expected[0] == pytest.approx(measured[0])
+    assert [p / expected[-1] for p in expected] == pytest.approx([0.16, 0.49, 1.0])

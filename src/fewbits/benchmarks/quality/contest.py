@@ -265,7 +265,8 @@ class Contest:
         path = self.folder / "curves" / f"{of}.json"
         if not path.is_file():
             samples = self.texts.drawn(self.source).ids if self.texts.known else next(iter(self.windows.values()))
-            measured = measure_curve(self.source, self.statistics, plan, samples, calibration.MEMORY, self.progress)
+            tuned = self._steps(plan) > 0
+            measured = measure_curve(self.source, self.statistics, plan, samples, calibration.MEMORY, self.progress, tuned)
             with Staged(path) as staged:
                 staged.write_text(json.dumps(measured.points))
         return through([(float(predicted), float(kl)) for predicted, kl in json.loads(path.read_text())])
