@@ -122,7 +122,7 @@ def measuring(sizes: Sizes, work: Work, rate: float) -> Step:
     hessians = sorted((prediction.held_by(weight.shape[1], method) for weight in here), reverse=True)
     together = min(sum(hessians[:side_by_side]), max([prediction.TOGETHER, *hessians[:1]]))
     seconds = measured_seconds([(weight, work.formats_of(weight.shape[1])) for weight in sizes.weights], rate)
-    table = 256 * work.formats * len(sizes.weights)
+    table = 256 * work.formats * sum(1 for _ in sizes.weights)
     memory = _with_workers(sizes, work, sum(each[:side_by_side]) + together)
     return Step("measuring", memory + _MARGIN, 2 * table, seconds)
 
