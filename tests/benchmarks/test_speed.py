@@ -19,7 +19,7 @@ from fewbits.benchmarks.contenders import Multiplier, WrongProductError, check, 
 from fewbits.benchmarks.peers import ggml, ggml_matmul, onnxruntime
 from fewbits.benchmarks.peers import torch as peers_torch
 from fewbits.benchmarks.shapes import packed
-from fewbits.benchmarks.speed import quantize, roofline
+from fewbits.benchmarks.speed import decode, quantize, roofline
 from fewbits.benchmarks.speed.kernels import Ours
 from fewbits.benchmarks.timing import Contender, interleaved, speedup, spread
 from fewbits.devices import processor
@@ -385,6 +385,23 @@ def test_a_peer_that_was_built_for_less_is_said(run, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ggml_matmul, "features", lambda: "avx avx2 fma")
     code, out, err = run("bench", "quantize", "--format", "q4_0", "--shape", "256x32", "--rounds", 1, "--peers")
     assert code == 0 and "avx avx2 fma" in out and ("no AVX-512 VNNI kernels" in err) == (isa == "avx512") and "no AVX-VNNI" not in err
+
+
+@needs_native
+@pytest.mark.usefixtures("tiny")
+def test_bench_decode_times_whole_models_on_both_sides(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xllamacpp")
+    small = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setattr(decode, "SHAPE", decode.SHAPE | small | {"vocab_size": 2048})
+    words = ("bench", "decode", "--format", "q4_k", "--prompt", 8, "--threads", 1, "--rounds", 2, "--peers")
+    code, out, err = run(*words, "--json")
+    result = json.loads(out)
+    assert code == 0, err
+    assert [(phase["name"], phase["contender"]) for phase in result["phases"]] == [
+        ("one token", "fewbits"), ("one token", "llama.cpp"), ("prompt", "fewbits"), ("prompt", "llama.cpp"),
+    ]  # fmt: skip
+    assert result["kernel"] == processor.backend() and result["peer"].startswith("ggml")
+    assert all(phase["tokens_per_second"] > 0 for phase in result["phases"])
 
 
 @needs_native

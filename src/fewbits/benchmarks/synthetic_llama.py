@@ -28,6 +28,8 @@ class SyntheticLlama:
     """Has what readers of an `Artifact` use. Weights of one shape share their codes in memory; a file made of it holds them all."""
 
     path = Path("synthetic-llama")
+    layout = None  # its weights are named as in transformers
+    metadata_file = None  # and it was no GGUF
 
     def __init__(self, format: str, target: Target, tokenizer: Any, **shape: Any) -> None:
         from transformers import LlamaConfig
