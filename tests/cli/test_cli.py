@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from enumerated import one_of
 
 from fewbits import embedded
+from fewbits.devices import processor
 
 
 @pytest.fixture
@@ -331,13 +333,15 @@ def test_a_terminated_run_leaves_nothing_but_finished_weights(tmp_path: Path) ->
         "-o",
         str(tmp_path / "t.gguf"),
         "--format",
-        "iq1_s",  # slow enough to be stopped in the middle
+        "iq1_s",
     ]
-    running = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    slow = os.environ | {processor.FORCE: "scalar"}  # enough to be stopped in the middle
+    running = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=slow)
     while not list(tmp_path.rglob("weight-*")) and running.poll() is None:  # the first weight is finished
         time.sleep(0.002)
     running.terminate()
-    assert running.wait() == 143
+    _, said = running.communicate()
+    assert running.returncode == 143, said
     work = tmp_path / "t.gguf.work"
     assert (set(tmp_path.iterdir()) <= {work} and not work.exists()) or list(work.iterdir()) == [work / "cache"]
     assert all(path.name.startswith("weight-") for path in (work / "cache").glob("*"))
