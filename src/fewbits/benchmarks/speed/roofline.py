@@ -59,7 +59,8 @@ class Memory:
     def __init__(self, threads: int, nbytes: int) -> None:
         self._native, self._threads = _native(), threads
         self._isa = self._native.roofline_readers()[0]
-        self._buffer = torch.ones(nbytes, dtype=torch.uint8).numpy()  # in large pages, as tiles are
+        # torch's memory, as the weights' is: numpy asks for large pages, which the weights do not have
+        self._buffer = torch.ones(nbytes, dtype=torch.uint8).numpy()
 
     def reader(self, nbytes: int) -> Yardstick:
         """Of as many bytes in a call, as far as the buffer reaches."""
