@@ -1,13 +1,12 @@
-"""Tuning of scales: gradients against one plain autograd graph, errors against the whole model run by transformers."""
+"""Tuning of scales: gradients and divergences against the whole model in one autograd graph, run by transformers."""
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,10 +19,14 @@ from fewbits.artifact.tuned import tuned_outcomes
 from fewbits.formats.storage.codes import decode, encode
 from fewbits.methods import Outcome, tuned_scales
 from fewbits.methods.tuned_scales import Quantized, Tuned, minibatches, tune
+from fewbits.methods.tuned_scales.scales import Scales
+from fewbits.methods.tuned_scales.student import Student
 from fewbits.model import Model
 from fewbits.model.blocks import Blocks
 from fewbits.model.walk import Batch, Walk
 from fewbits.planning import Plan
+from fewbits.progress import silent
+from fewbits.store.cache import Cache
 from fewbits.store.mapped import Room
 
 if TYPE_CHECKING:
@@ -32,73 +35,67 @@ if TYPE_CHECKING:
 # one of each family of grids: a scale per block, with a minimum, under integers, with minima under integers, beside integer zeros, per
 # row in float32, for the whole weight
 FAMILIES = ("q4_0", "q4_1", "iq4_xs", "q4_k", "q2_k", "int4_g32_asym", "fp8_e4m3_channel", "int4_tensor", "nvfp4_tensor")
-BLOCK, LENGTH = 1, 32
+LENGTH = 32
+FEW = 0.005  # the rate of a few steps on a few tokens
 
 
 @dataclass(frozen=True)
 class Case:
-    """A block of a model, with what it reads and gives as transformers itself says."""
+    """A model with samples of tokens."""
 
-    blocks: Blocks
+    model: Model
     samples: list[list[int]]
-    inputs: Tensor
-    targets: Tensor
 
     @property
     def batches(self) -> list[Batch]:
         return minibatches(self.samples)
 
     def walk(self) -> Walk:
-        walk = Walk(self.blocks, self.batches, Room(Path("unused"), 1 << 30))
-        walk.enter()
-        return walk
+        return Walk(Blocks(self.model), self.batches, Room(Path("unused"), 1 << 30))
 
-    def tune(self, quantized: dict[str, Quantized], **options: object) -> Tuned:
-        return tune(self.walk(), BLOCK, quantized, self.inputs, self.targets, **options)  # type: ignore[arg-type]
+    def tune(self, quantized: dict[str, Quantized], **options: Any) -> Tuned:
+        return tune(self.walk(), quantized, **options)
 
     def rounded(self, name: str) -> dict[str, Quantized]:
+        """All weights that the format fits."""
         fmt = formats.get(name)
-        assert fmt.levels
         rounded: dict[str, Quantized] = {}
-        for weight in self.blocks.weights(BLOCK):
-            w = self.blocks.model.load(weight)
-            grid = fmt.fit(w, how="max")
-            rounded[weight.name] = (fmt, encode(w, fmt.levels, *fmt.affine(grid)), grid)
+        for weight in self.model.weights:
+            if fmt.fits(weight.shape) is None:
+                w = self.model.load(weight)
+                grid = fmt.fit(w, how="max")
+                rounded[weight.name] = (fmt, fmt.encode(w, grid), grid)
         return rounded
 
-    def errors(self, block: torch.nn.Module, quantized: dict[str, Quantized], moved: dict[str, Grid], batch: Batch) -> Tensor:
-        """The slow twin: decoding, block and error in one graph. -> (samples, length)"""
-        inside = {}
-        for weight in self.blocks.weights(BLOCK):
-            fmt, codes, _ = quantized[weight.name]
-            w = decode(codes, fmt.levels, *fmt.affine(moved[weight.name]))
-            inside[weight.name.removeprefix(f"{self.blocks.prefix(BLOCK)}.") + ".weight"] = w.T if weight.transposed else w
-        x, target = (t[batch.where].view(*batch.ids.shape, -1) for t in (self.inputs, self.targets))
-        out = functional_call(block, inside, (x,), self.blocks.enter(batch.ids)[1][BLOCK])
-        out = out[0] if isinstance(out, tuple) else out
-        return (out - target).pow(2).sum(-1) / (target - x).pow(2).sum(-1)
+    def divergence(self, quantized: Mapping[str, Quantized], grids: Mapping[str, Grid], ids: Tensor) -> Tensor:
+        """The slow twin: decoding, the whole model and its divergence in one graph. -> (samples, length)"""
+        module, inside = self.model.module(), dict[str, Tensor]()
+        for weight in self.model.weights:
+            if weight.name in quantized:
+                fmt, codes, _ = quantized[weight.name]
+                assert fmt.levels
+                w = decode(codes, fmt.levels, *fmt.affine(grids[weight.name]))
+                inside[weight.parameter] = w.T if weight.transposed else w
+        with torch.no_grad():
+            wanted = module(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+        given = functional_call(module, inside, (), {"input_ids": ids, "use_cache": False}).logits.log_softmax(-1)
+        return (wanted.exp() * (wanted - given)).sum(-1)
 
 
 def case(source: Model, count: int = 12) -> Case:
     ids = source.tokenizer(embedded.calibration_text()[:20_000], verbose=False).input_ids
-    samples = [ids[i * LENGTH : (i + 1) * LENGTH] for i in range(count)]
-    order = torch.cat([batch.ids for batch in minibatches(samples)])
-    inputs, outputs = hidden_states(source.module(), order)[BLOCK : BLOCK + 2]
-    return Case(Blocks(source), samples, inputs, outputs)
+    return Case(source, [ids[i * LENGTH : (i + 1) * LENGTH] for i in range(count)])
 
 
-@torch.no_grad()
-def hidden_states(module: Callable[..., object], ids: Tensor) -> list[Tensor]:
-    """What each block reads, (tokens, width); of the last block's output only a normalised form is given."""
-    states = module(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states  # type: ignore[attr-defined]
-    return [state.reshape(-1, state.shape[-1]) for state in states]
+def starts(quantized: Mapping[str, Quantized]) -> dict[str, Grid]:
+    return {name: grid for name, (_, _, grid) in quantized.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_steps() -> object:
     """Four minibatches and more of these short samples."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuned_scales, "_STEP_TOKENS", 2 * LENGTH)
+        patch.setattr(tuned_scales, "STEP_TOKENS", 2 * LENGTH)
         yield
 
 
@@ -135,9 +132,9 @@ def test_each_floating_entry_has_the_gradient_of_its_decoded_values(name: str) -
     assert fmt.levels
     grid = fmt.fit(w)
     codes = encode(w, fmt.levels, *fmt.affine(grid))
-    scales = tuned_scales._Scales(fmt, codes, grid)
+    scales = Scales(fmt, codes, grid)
     assert set(scales.changes) == {key for key, entry in grid.items() if entry.is_floating_point()} != set()
-    scales.decoded(scales.moved()).backward(upstream)
+    scales.add_gradient(upstream)
     for key, change in scales.changes.items():
         # values are linear in an entry: without it, they lose just what its relative gradient says
         without = grid | {key: grid[key].clone()}
@@ -150,28 +147,29 @@ def test_each_floating_entry_has_the_gradient_of_its_decoded_values(name: str) -
 
 
 def test_the_gradient_equals_that_of_one_graph(small: Model) -> None:
+    """Of every weight: those of blocks, the embedding that is looked up, the output matrix, and one matrix that is both."""
     seen = case(small, 4)
     quantized, batch = seen.rounded("q4_0"), seen.batches[0]
-    scales = {name: tuned_scales._Scales(*weight) for name, weight in quantized.items()}
-    with seen.walk().block(BLOCK) as loaded:
-        tuned_scales._Trial(loaded, scales, seen.inputs, seen.targets).add_gradient(batch)
+    assert set(quantized) == {weight.name for weight in small.weights}
+    scales = {name: Scales(*weight) for name, weight in quantized.items()}
+    Student(seen.walk(), scales).add_gradient(batch)
     leaves = {name: grid["d"].float().requires_grad_() for name, (_, _, grid) in quantized.items()}
-    with seen.blocks.filled(BLOCK) as block:
-        seen.errors(block, quantized, {name: {"d": leaf} for name, leaf in leaves.items()}, batch).mean().backward()
+    seen.divergence(quantized, {name: {"d": leaf} for name, leaf in leaves.items()}, batch.ids).mean().backward()
     for name, leaf in leaves.items():
         assert leaf.grad is not None
         gradient, expected = scales[name].changes["d"].grad, leaf.grad * leaf.detach()
+        assert gradient is not None
         # both sum the same few thousand float32 terms, in another order at most
-        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_scales_move_and_nothing_else_does(trained: Case, name: str) -> None:
     quantized = trained.rounded(name)
     codes = {weight: codes.clone() for weight, (_, codes, _) in quantized.items()}
-    grids = {weight: {key: entry.clone() for key, entry in grid.items()} for weight, (_, _, grid) in quantized.items()}
-    tuned = trained.tune(quantized, steps=12, rate=0.02)  # so few steps on so few tokens want a rate below the usual one
-    assert tuned.after < tuned.before
+    grids = {weight: {key: entry.clone() for key, entry in grid.items()} for weight, grid in starts(quantized).items()}
+    tuned = trained.tune(quantized, steps=12, rate=FEW)
+    assert tuned.after is not None and tuned.before is not None and tuned.after < tuned.before
     assert any("were tuned" in note for note in tuned.notes)
     for weight, (_, now, given) in quantized.items():
         assert torch.equal(now, codes[weight])
@@ -179,109 +177,126 @@ def test_scales_move_and_nothing_else_does(trained: Case, name: str) -> None:
             start = grids[weight][key]
             assert torch.equal(given[key], start)  # what was handed in is not written to
             assert (entry.dtype, entry.shape) == (start.dtype, start.shape)
-            assert torch.equal(entry, start) != start.is_floating_point()
+            assert start.is_floating_point() or torch.equal(entry, start)
             assert not ((entry == 0) & (start != 0)).any()
+    moved = [any(not torch.equal(entry, grids[weight][key]) for key, entry in grid.items()) for weight, grid in tuned.grids.items()]
+    assert sum(moved) > 0.9 * len(moved)  # one float16 for a whole weight may stay where it is
 
 
-def test_the_errors_are_those_of_the_held_out_samples(trained: Case) -> None:
+def test_the_divergences_are_those_of_the_held_out_samples(trained: Case) -> None:
     quantized = trained.rounded("q4_0")
     tuned = trained.tune(quantized, steps=12)
-    held_out = trained.batches[1::4]
-    for error, grids in ((tuned.before, {name: grid for name, (_, _, grid) in quantized.items()}), (tuned.after, tuned.grids)):
-        with trained.blocks.filled(BLOCK) as block, torch.no_grad():
-            expected = torch.cat([trained.errors(block, quantized, grids, batch) for batch in held_out]).double().mean()
-        assert error == pytest.approx(float(expected), rel=1e-4)  # float32, in the same kernels
+    ids = torch.cat([batch.ids for batch in trained.batches[1::4]])
+    for divergence, grids in ((tuned.before, starts(quantized)), (tuned.after, tuned.grids)):
+        with torch.no_grad():
+            expected = trained.divergence(quantized, grids, ids).double().mean()
+        assert divergence == pytest.approx(float(expected), rel=1e-3)  # float32, in the same kernels
 
 
 def test_held_out_samples_are_not_trained_on(trained: Case) -> None:
-    quantized = trained.rounded("q4_0")
-    tuned = trained.tune(quantized, steps=12)
-    other = trained.targets.clone()
-    for batch in trained.batches[1::4]:
-        other[batch.where] *= 1.001
-    again = Case(trained.blocks, trained.samples, trained.inputs, other).tune(quantized, steps=12)
-    assert again.after != tuned.after
+    tuned = trained.tune(trained.rounded("q4_0"), steps=12)
+    held_out = {tuple(row) for batch in trained.batches[1::4] for row in batch.ids.tolist()}
+    other = Case(trained.model, [[*s[:-1], s[0]] if tuple(s) in held_out else s for s in trained.samples])
+    again = other.tune(other.rounded("q4_0"), steps=12)
+    assert again.before != tuned.before
     for name, grid in tuned.grids.items():
         assert torch.equal(again.grids[name]["d"], grid["d"])
 
 
-def test_it_is_deterministic(trained: Case) -> None:
-    first, second = (trained.tune(trained.rounded("q4_0"), steps=6) for _ in range(2))
-    assert (first.before, first.after) == (second.before, second.after)
-    assert first.after < first.before  # else nothing moved
-    for name, grid in first.grids.items():
-        assert all(torch.equal(entry, second.grids[name][key]) for key, entry in grid.items())
+def test_a_run_that_was_stopped_goes_on_to_the_same_scales(trained: Case, tmp_path: Path) -> None:
+    whole = trained.tune(trained.rounded("q4_0"), steps=14)
+
+    def stopping(items: Iterator[Any], _: int, what: str) -> Iterator[Any]:
+        for number, item in enumerate(items):
+            if what == "tuning scales" and number == 12:
+                raise KeyboardInterrupt
+            yield item
+
+    with pytest.raises(KeyboardInterrupt):
+        trained.tune(trained.rounded("q4_0"), steps=14, cache=Cache(tmp_path), progress=stopping)
+    seen: list[int] = []
+
+    def counting(items: Iterator[Any], total: int, what: str) -> Iterator[Any]:
+        seen.extend([total] * (what == "tuning scales"))
+        return silent(items, total, what)
+
+    again = trained.tune(trained.rounded("q4_0"), steps=14, cache=Cache(tmp_path), progress=counting)
+    assert seen == [4]  # ten were kept
+    assert (again.before, again.after) == (whole.before, whole.after)
+    for name, grid in whole.grids.items():
+        assert all(torch.equal(entry, again.grids[name][key]) for key, entry in grid.items())
 
 
 def test_steps_are_in_proportion_to_the_rounding_error(trained: Case) -> None:
-    quantized = trained.rounded("fp8_e4m3_channel")
-    tuned = trained.tune(quantized, steps=1, rate=0.02)
-    for weight in trained.blocks.weights(BLOCK):
-        (fmt, codes, grid), w = quantized[weight.name], trained.blocks.model.load(weight)
-        error = (decode(codes, fmt.levels, *fmt.affine(grid)) - w).norm() / w.norm()
-        moved = tuned.grids[weight.name]["scales"] / grid["scales"] - 1
-        # Adam's first step is of the size of the rate, whatever the gradient; 1 + change has 24 bits
-        torch.testing.assert_close(moved.abs(), (0.02 * error).expand_as(moved), rtol=1e-3, atol=2.0**-22)
+    quantized, walk = trained.rounded("fp8_e4m3_channel"), trained.walk()
+    scales = {name: Scales(*weight) for name, weight in quantized.items()}
+    student = Student(walk, scales)
+    tuned_scales._Descent(walk, scales, steps=1, rate=0.02).step(lambda: student.add_gradient(trained.batches[0]))
+    inside = {weight.name for weight in trained.model.weights} - {weight.name for weight in walk.blocks.outer_weights}
+    for weight in trained.model.weights:
+        (fmt, codes, grid), w = quantized[weight.name], trained.model.load(weight)
+        error = (fmt.decode(codes, grid) - w).norm() / w.norm()
+        moved = scales[weight.name].changes["scales"].detach().abs()
+        # Adam's first step is of the size of the rate, whatever the gradient; a row of the embedding that no token is has none
+        close = (moved - 0.02 * error).abs() < 1e-3 * 0.02 * error
+        assert (close | (moved == 0)).all() and close.any()
+        assert weight.name not in inside or close.all()
 
 
 def test_what_became_worse_is_given_up(trained: Case) -> None:
     quantized = trained.rounded("q4_0")
     tuned = trained.tune(quantized, steps=3, rate=5.0)
     assert tuned.after == tuned.before
-    assert all(tuned.grids[name] is grid for name, (_, _, grid) in quantized.items())
-    assert tuned.notes[0].startswith("scales not tuned: the held-out error")
+    assert all(tuned.grids[name] is grid for name, grid in starts(quantized).items())
+    assert tuned.notes[0].startswith("scales not tuned: the held-out KL")
 
 
 def test_a_format_without_floating_scales_is_passed_through(trained: Case) -> None:
     quantized = trained.rounded("mxfp4")
     tuned = trained.tune(quantized, steps=3)
-    assert tuned.before == tuned.after > 0
-    assert all(tuned.grids[name] is grid for name, (_, _, grid) in quantized.items())
+    assert all(tuned.grids[name] is grid for name, grid in starts(quantized).items())
     assert tuned.notes == ("scales of mxfp4 are not tuned: it has none in floating point",)
 
 
 def test_one_minibatch_is_too_few(trained: Case) -> None:
-    few = Case(trained.blocks, trained.samples[:1], trained.inputs, trained.targets)
+    few = Case(trained.model, trained.samples[:1])
     tuned = few.tune(few.rounded("q4_0"), steps=3)
     assert "one minibatch only" in tuned.notes[0]
 
 
 def test_a_bad_scale_is_repaired(trained: Case) -> None:
     good = trained.rounded("q4_0")
-    bad, name = dict(good), f"{trained.blocks.prefix(BLOCK)}.mlp.up_proj"
+    bad, name = dict(good), "model.layers.1.mlp.up_proj"
     fmt, codes, grid = good[name]
-    bad[name] = (fmt, codes, {"d": grid["d"] * 1.3})
-    repaired, reference = trained.tune(bad, steps=200), trained.tune(good, steps=1)
-    assert repaired.before > 5 * reference.before
-    # not the scales themselves: the ones of down_proj make up for those of up_proj just as well, and each goes part of the way
-    assert repaired.after < 1.05 * reference.before
-
-
-@pytest.fixture(scope="module")
-def tuned(small: Model, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Plan, dict[str, Outcome], dict[str, Outcome], Path]:
-    rule = r"1\..*(down_proj|mlp\.c_proj)=fp16"
-    plan = planning.uniform(small.weights, targets.get("fewbits"), formats.get("q4_0"), [rule])
-    before = {w.name: methods.get("rtn").quantize(small.load(w), formats.get(plan[w.name].format)) for w in small.weights}
-    after: dict[str, Outcome] = {}
-    path = tmp_path_factory.mktemp("tuned") / "artifact"
-
-    def seen() -> object:
-        for weight, outcome in tuned_outcomes(small, plan, case(small, 64).samples, before, steps=40, memory=0):
-            after[weight.name] = outcome
-            yield weight, outcome
-
-    artifact.write(small, plan, path, seen())  # type: ignore[arg-type]
-    return small, plan, before, after, path
+    bad[name] = (fmt, codes, {"d": grid["d"] * 1.5})
+    repaired = trained.tune(bad, steps=100)
+    start = trained.tune(good, steps=1).before
+    assert repaired.before is not None and repaired.after is not None and start is not None
+    assert repaired.before > 1.5 * start
+    # not the scales themselves: those of down_proj make up for those of up_proj just as well, and each goes part of the way
+    assert repaired.after < 1.1 * start
 
 
 Made = tuple[Model, Plan, dict[str, Outcome], dict[str, Outcome], Path]
+
+
+@pytest.fixture(scope="module")
+def tuned(small: Model, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    rule = r"1\..*(down_proj|mlp\.c_proj)=fp16"
+    plan = planning.uniform(small.weights, targets.get("fewbits"), formats.get("q4_0"), [rule])
+    before = {w.name: methods.get("rtn").quantize(small.load(w), formats.get(plan[w.name].format)) for w in small.weights}
+    folder, samples = tmp_path_factory.mktemp("tuned"), case(small, 64).samples
+    cache = Cache(folder / "cache")
+    after = {w.name: outcome for w, outcome in tuned_outcomes(small, plan, samples, before, steps=40, memory=0, cache=cache)}
+    again = tuned_outcomes(small, plan, samples, {}, steps=40, memory=0, cache=Cache(folder / "cache"))  # nothing is made anew
+    artifact.write(small, plan, folder / "artifact", again)
+    return small, plan, before, after, folder / "artifact"
 
 
 def test_the_artifact_holds_the_tuned_values(tuned: Made) -> None:
     source, plan, before, after, path = tuned
     made = artifact.Artifact(path)
     assert set(after) == {weight.name for weight in source.weights}
-    inner = {weight.name for i in range(3) for weight in Blocks(source).weights(i)}
     for weight in source.weights:
         fmt, outcome = formats.get(plan[weight.name].format), after[weight.name]
         codes, grid = fmt.unpack(outcome.parts)
@@ -289,27 +304,10 @@ def test_the_artifact_holds_the_tuned_values(tuned: Made) -> None:
         assert torch.equal(made.decoded(weight), decode(codes, fmt.levels, *fmt.affine(grid)))
         assert torch.equal(codes, old_codes)
         assert outcome.method == before[weight.name].method
-        moved = weight.name in inner and fmt.levels is not None
-        assert (outcome.parts is before[weight.name].parts) != moved
-        assert not moved or not torch.equal(grid["d"], old_grid["d"])
-
-
-def test_each_block_is_tuned_on_what_the_quantized_model_gives_it(tuned: Made) -> None:
-    """The errors in the notes, from nothing but the two whole models in transformers."""
-    source, _, _, after, path = tuned
-    batches = minibatches(case(source, 64).samples)
-    ids = torch.cat([batch.ids for batch in batches])
-    exact, quantized = hidden_states(source.module(), ids), hidden_states(artifact.Artifact(path).module(), ids)
-    where = torch.cat([torch.arange(batch.where.start, batch.where.stop) for batch in batches[1::4]])
-    notes = [note for outcome in after.values() for note in outcome.notes]
-    assert len(notes) == 3
-    for index in range(2):
-        change = (exact[index + 1] - quantized[index])[where].pow(2).sum(-1)
-        expected = ((quantized[index + 1] - exact[index + 1])[where].pow(2).sum(-1) / change).mean()
-        errors = re.search(r"held-out error (\S+) -> (\S+)", notes[index])
-        assert errors
-        assert float(errors[2]) == pytest.approx(float(expected), rel=2e-3)  # a note has four digits
-        assert float(errors[2]) < float(errors[1])
+        assert (outcome.parts is before[weight.name].parts) == fmt.is_cast
+        assert fmt.is_cast or not torch.equal(grid["d"], old_grid["d"])
+    (note,) = [note for outcome in after.values() for note in outcome.notes]
+    assert "tuned together" in note
 
 
 def test_samples_of_different_lengths_are_each_seen_once() -> None:
@@ -317,7 +315,7 @@ def test_samples_of_different_lengths_are_each_seen_once() -> None:
     batches = minibatches(samples)
     assert [batch.where.start for batch in batches[1:]] == [batch.where.stop for batch in batches[:-1]]
     assert sorted(row.tolist() for batch in batches for row in batch.ids) == sorted(samples)
-    assert all(batch.ids.numel() <= tuned_scales._STEP_TOKENS or len(batch.ids) == 1 for batch in batches)
+    assert all(batch.ids.numel() <= tuned_scales.STEP_TOKENS or len(batch.ids) == 1 for batch in batches)
 
 
 def test_a_kernel_packs_tuned_grids_as_the_reference_does(trained: Case) -> None:
