@@ -10,7 +10,7 @@ Opening an artifact checks that its files are complete and fit together; `Artifa
 
 manifest.py       fewbits.json                                 machine.py      the machine that codes depend on
 outcomes.py       the plan's codes of every weight             units.py        one weight, by a worker
-tuned.py          scales tuned block by block                  preparation.py  channels rescaled, ranges of activations
+tuned.py          scales of all weights tuned together        preparation.py  channels rescaled, ranges of activations
 maker.py          all of it, for one plan                      accuracy_loop.py  plans made until a file is accurate enough
 draft.py          an artifact without codes, for dry runs      written.py      hashes of exported files
 stand_in.py       what makes transformers refuse the folder without fewbits

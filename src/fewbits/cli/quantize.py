@@ -41,7 +41,7 @@ def quantize(
     tune: Annotated[
         int | None,
         typer.Option(
-            "--tune", min=0, help="Then tune scales on each block's output for so many steps. Default: 200 below four bits, else 0."
+            "--tune", min=0, help="Then tune all scales to the float model's predictions, in so many steps. Default: 100 below four bits, else 0."
         ),
     ] = None,
     sequential: Annotated[

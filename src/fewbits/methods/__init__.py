@@ -1,6 +1,6 @@
 """Ways to choose codes: (weight, format, statistics) -> `Outcome`, the packed weight. Every file here is a method, named as the file.
 
-error_feedback/ is not a method by itself: it is the solver behind `gptq` and `auto`. tuned_scales/ moves the scales of a whole block after
+error_feedback/ is not a method by itself: it is the solver behind `gptq` and `auto`. tuned_scales/ moves the scales of a whole model after
 a method chose the codes.
 """
 

@@ -6,7 +6,7 @@ Work that is no product is counted as the operations that would take as long:
     measuring     1.85 million cols + 1,760 cols^2 for each weight and format that its columns divide into (256, 576 and 1536 columns:
                   9,000, 5,400 and 2,960 cols^2 on the embedded model and SmolLM2), and 9 rows x size^2 of its output moments
     quantizing    10,000 a number by rounding; 105,000 with error feedback, beside its products (on two threads, of which it uses one)
-    tuning        3.4 forward passes of a minibatch of 512 tokens for each step
+    tuning        4.5 forward passes of a minibatch of 1024 tokens for each step, and two of all samples
     verifying     the float model and two files in the runtime, a forward pass each
 """
 
@@ -23,6 +23,7 @@ from fewbits.calibration import output_moments
 from fewbits.calibration.folder import WHOLE_COLUMNS
 from fewbits.calibration.recorders import DRAWN_PER_SAMPLE
 from fewbits.formats.runtime import kv
+from fewbits.methods.tuned_scales import STEP_TOKENS
 from fewbits.model.walk import BATCH_TOKENS
 from fewbits.preflight.sizes import DOUBLE, FLOAT, HALF, Sizes, moments_of, numbers_of
 from fewbits.preflight.work import USUAL, Pace, Step, Work
@@ -40,7 +41,8 @@ _MEASURED = (1.85e6, 1760.0)  # equivalent operations, by columns and by their s
 _OUTPUT_SIDE = 9  # times rows x size^2 of the output moments, which are factored in float64
 _ROUNDED, _FED_BACK = 10_000, 105_000
 _COUNTED_ON = 2  # threads: with more, products are faster, and error feedback in weights that are rounded on one thread is not
-_FEEDBACK_PASSES, _TUNED, _MINIBATCH = 6, 3.4, 512
+_FEEDBACK_PASSES, _TUNED = 6, 4.5
+_PER_SCALE, _UNDER_A_SCALE = 5 * FLOAT, 32  # tuning: bytes of an entry, its gradient and what Adam keeps of it; weights that share one
 _IDLE = 400 << 20  # bytes of a worker process that has no weight
 _LOOK = 0.1  # seconds to measure the speed
 _STARTING = 1.0  # seconds to open two sessions of a runtime, which read a vocabulary
@@ -163,8 +165,12 @@ def _rounded_bytes(weight: Weight, feedback: bool) -> int:
 
 
 def tuning(sizes: Sizes, work: Work, rate: float) -> Step:
-    memory = 3 * sizes.block + min(work.buffer, 2 * work.tokens * sizes.state[1] * FLOAT) + _MARGIN
-    seconds = _TUNED * 2 * work.tune * max(_MINIBATCH, work.length) * sizes.multiplied / rate
+    minibatch = max(STEP_TOKENS, work.length)
+    between = FLOAT * sizes.state[1] * (work.tokens + (sizes.layers + 1) * minibatch)  # float states after the last block, quantized ones
+    logits = FLOAT * sizes.vocabulary * (minibatch + 4 * work.length)  # of the float model, and one sample with its gradient
+    scales = sizes.numbers // _UNDER_A_SCALE * _PER_SCALE
+    memory = 4 * sizes.block + min(work.buffer, sizes.numbers + between) + logits + scales + _MARGIN
+    seconds = 2 * (_TUNED * work.tune * minibatch + 2 * work.tokens) * sizes.multiplied / rate
     return Step("tuning", memory, 0, work.makes * seconds)
 
 

@@ -38,7 +38,7 @@ class Settings:
 
     samples: int  # to calibrate with
     formats: tuple[Format, ...]  # to measure every weight in
-    tune: int  # steps for each block
+    tune: int  # steps of tuning scales
     tokens: int  # to judge on
 
     def between(self, other: Settings, share: float) -> Settings:

@@ -17,7 +17,7 @@ class Work:
     divisors: tuple[int, ...] = ()  # columns that each of these formats packs together; weights that they do not divide skip it
     feedback: bool = True  # some codes are chosen by error feedback
     makes: int = 1  # the most plans that are made: rounds until an accuracy is met
-    tune: int = 0  # steps for each block
+    tune: int = 0  # steps of tuning scales
     verified: int = 0  # tokens that the file is judged on; 0: it is not run
     size: str | None = None  # `--size`, which the plan will not exceed
     processes: int = 1  # that measure and quantize; 1: this one alone

@@ -95,7 +95,7 @@ class Ours:
 
     method: str = "auto"
     sequential: bool = False  # each block is fitted to what the quantized blocks before it give
-    tune: int | None = None  # steps of tuning scales, block by block; None: as `fewbits quantize` decides
+    tune: int | None = None  # steps of tuning scales; None: as `fewbits quantize` decides
     remake: bool = False  # files of ours that an earlier run left, with what was measured on them; the peer's stay
     plain: Sequence[str] = ()  # formats that are also made with the plain Hessian
     formats: Sequence[str] = ()  # of our plans; none: all that llama.cpp quantizes to
