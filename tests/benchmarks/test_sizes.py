@@ -26,7 +26,7 @@ from fewbits.calibration.triangles import Triangles
 from fewbits.cli import bench
 from fewbits.errors import InputError
 from fewbits.progress import silent
-from fewbits.sensitivity.prediction import Turns
+from fewbits.store.threads import Turns
 from fewbits.targets.export import export
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="memory is asked of /proc")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -66,8 +67,36 @@ def independent(
         inputs = sent(statistics, crew, cache)
         crew.finish("weight", UNIT, [(key, inputs.of(name)) for name, key in keys.items()], cache, progress, "quantizing")
     made = cache is not None and all(cache.has("weight", **key) for key in keys.values())
-    for weight in progress(model.weights, len(model.weights), "gathering" if crew and made else "quantizing"):
-        yield weight, _once(cache, keys[weight.name], partial(_by_plan, model, weight, plan, statistics))
+    stream = _made_or_cached(model, plan, statistics, cache, keys)
+    yield from progress(stream, len(model.weights), "gathering" if crew and made else "quantizing")
+
+
+def _made_or_cached(
+    model: Model, plan: Plan, statistics: StatisticsSource | None, cache: Cache | None, keys: Mapping[str, Mapping[str, Any]]
+) -> Stream:
+    """Neighbouring weights that take one thread each are made side by side, as many as may be in memory together."""
+    from fewbits.sensitivity.prediction import rounded_bytes  # loads torch, which a target does without
+
+    turns = threads.Turns(threads.TOGETHER)
+
+    def takes_one_thread(weight: Weight) -> bool:
+        return methods.get(plan[weight.name].method).needs_statistics and not threads.are_all_used(weight.shape)
+
+    def one(weight: Weight) -> tuple[Outcome, bool]:
+        """And whether it is new."""
+        if cache and (done := cache.find("weight", **keys[weight.name])):
+            return restored(done), False
+        (rows, cols), feedback = weight.shape, methods.get(plan[weight.name].method).needs_statistics
+        with turns.taken(rounded_bytes(rows * cols, cols, feedback)):
+            return _by_plan(model, weight, plan, statistics), True
+
+    for narrow, run in itertools.groupby(model.weights, takes_one_thread):
+        weights = list(run)
+        made = threads.side_by_side(one, weights) if narrow else map(one, weights)
+        for weight, (outcome, new) in zip(weights, made, strict=True):
+            if cache and new:
+                keep(cache, "weight", outcome, **keys[weight.name])
+            yield weight, outcome
 
 
 def sequential(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from fewbits.errors import InputError
 
 BACKENDS = ("triton", "native-avx512", "native-avxvnni", "native-avx2", "native-neon", "native-scalar", "reference")  # fastest first
-ABI = 7  # kernels/native/kernels.h holds the same number
+ABI = 8  # kernels/native/kernels.h holds the same number
 FORCE = "FEWBITS_KERNEL"
 
 

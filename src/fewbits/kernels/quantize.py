@@ -1,4 +1,5 @@
-"""Quantizes a whole weight in one native call that searches scales, rounds weights and packs codes, a few rows at a time.
+"""Quantizes a whole weight in one native call that searches scales, rounds weights and packs codes, a few rows at a time; and what finds
+the scales of a block in native code, for error feedback.
 
 The bytes are those of `fmt.fit`, `codes.encode` and `kernels.pack` one after the other, whatever the instruction set and the number
 of threads. A format is recognised by its structure, never by its name.
@@ -15,6 +16,7 @@ from torch import Tensor
 from fewbits.devices import processor
 from fewbits.formats.affine import Integer, IntegerWithZero
 from fewbits.formats.blocks import OneScale, ScaleAndMin, SubScales, SubScalesAndMins
+from fewbits.formats.blocks.vectors import Vectors
 from fewbits.formats.microscaling import E8M0, NEARBY, Microscaling
 from fewbits.formats.search import importance_like, native
 from fewbits.formats.search.superblocks import line_units, scale_units
@@ -32,7 +34,7 @@ def quantize(fmt: Format, w: Tensor, importance: Tensor | None = None) -> Parts 
     if (isa := native.isa()) is None or w.dtype != torch.float32 or w.device.type != "cpu" or not w.numel():
         return None
     shape = w.shape[0], w.shape[1]
-    if fmt.fits(shape) or (search := _search(fmt, importance is not None)) is None:
+    if fmt.fits(shape) or not processor.native().packs(fmt.name) or (search := _search(fmt, importance is not None)) is None:
         return None
     group, *searches = search
     weight = importance_like(w, importance, group)
@@ -51,30 +53,46 @@ def quantize(fmt: Format, w: Tensor, importance: Tensor | None = None) -> Parts 
 
 
 @cache
+def fitter(fmt: Format, columns: int) -> tuple[Any, dict[str, tuple[int, torch.dtype]]] | None:
+    """What finds the grid of a block of so many columns in native code, and by name of each of the grid's entries how many a block has, and
+    their type; None: the scales of this format are searched for in torch."""
+    grid = fmt.fit(torch.zeros(1, columns), torch.ones(columns))
+    entries = {name: (entry.shape[1], entry.dtype) for name, entry in grid.items()}
+    if isinstance(fmt, Vectors):
+        return processor.native().vector_fitter(fmt.codebook.native, *fmt.search.native, list(entries)), entries
+    if (search := _search(fmt, True)) is None:
+        return None
+    return processor.native().block_fitter(columns, *search, list(entries)), entries
+
+
+@cache
 def _search(fmt: Format, weighted: bool) -> tuple[Any, ...] | None:
     """(columns in a group, native objects: the search, the units of a super-block if the format has them, the codes)."""
-    if fmt.levels is None or fmt.group is None or fmt.tensor_wide or not processor.native().packs(fmt.name):
+    if fmt.levels is None or fmt.group is None or fmt.tensor_wide or (search := _searches(fmt, weighted)) is None:
         return None
-    codes = _codes(fmt.levels)
+    return fmt.group, *search, _codes(fmt.levels)
+
+
+def _searches(fmt: Format, weighted: bool) -> tuple[Any, ...] | None:
+    assert fmt.levels
     if (isinstance(fmt, OneScale) and len(fmt.levels) > 2) or (isinstance(fmt, Integer) and not isinstance(fmt, IntegerWithZero)):
-        return _of_scale(fmt.group, scale_trials(fmt.levels, fmt.ends, weighted, True), None, codes)
+        return _of_scale(scale_trials(fmt.levels, fmt.ends, weighted, True), None)
     if isinstance(fmt, ScaleAndMin):
-        return fmt.group, native.line_search(len(fmt.levels) - 1, True), codes
+        return (native.line_search(len(fmt.levels) - 1, True),)
     if isinstance(fmt, SubScales):
         units = scale_units(fmt.groups, fmt.integers.start, fmt.integers.stop - 1)
-        return _of_scale(fmt.group, scale_trials(fmt.levels, fmt.ends, weighted, False), units, codes) if len(fmt.ends) > 1 else None
+        return _of_scale(scale_trials(fmt.levels, fmt.ends, weighted, False), units) if len(fmt.ends) > 1 else None
     if type(fmt) is Microscaling and fmt.scale_values == E8M0:
-        return fmt.group, processor.native().exponent_search(-2, [0, *NEARBY[len(E8M0)]]), codes
+        return (processor.native().exponent_search(-2, [0, *NEARBY[len(E8M0)]]),)
     if isinstance(fmt, SubScalesAndMins):
-        units = line_units(fmt.groups, fmt.largest)
-        return fmt.group, native.line_search(len(fmt.levels) - 1, False), native.made_units(units), codes
+        return native.line_search(len(fmt.levels) - 1, False), native.made_units(line_units(fmt.groups, fmt.largest))
     return None
 
 
-def _of_scale(group: int, trials: ScaleTrials | None, units: native.Units | None, codes: Any) -> tuple[Any, ...] | None:
+def _of_scale(trials: ScaleTrials | None, units: native.Units | None) -> tuple[Any, ...] | None:
     if trials is None or (search := native.scale_search(trials)) is None:
         return None
-    return (group, search, codes) if units is None else (group, search, native.made_units(units), codes)
+    return (search,) if units is None else (search, native.made_units(units))
 
 
 def _codes(levels: tuple[float, ...]) -> Any:

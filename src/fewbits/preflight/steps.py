@@ -122,7 +122,7 @@ def measuring(sizes: Sizes, work: Work, rate: float) -> Step:
     here = _in_this_process(sizes, work)
     each = sorted((FLOAT * numbers_of(w) + prediction.tried_bytes(w.shape[0]) + _opened(w) for w in here), reverse=True)
     hessians = sorted((prediction.held_by(weight.shape[1], method) for weight in here), reverse=True)
-    together = min(sum(hessians[:side_by_side]), max([prediction.TOGETHER, *hessians[:1]]))
+    together = min(sum(hessians[:side_by_side]), max([threads.TOGETHER, *hessians[:1]]))
     seconds = measured_seconds([(weight, work.formats_of(weight.shape[1])) for weight in sizes.weights], rate)
     table = 256 * work.formats * sum(1 for _ in sizes.weights)
     memory = _with_workers(sizes, work, sum(each[:side_by_side]) + together)
@@ -131,7 +131,7 @@ def measuring(sizes: Sizes, work: Work, rate: float) -> Step:
 
 def quantizing(sizes: Sizes, work: Work, rate: float) -> Step:
     held = min(sizes.packed + sizes.beside, SHARD_BYTES + FLOAT * sizes.largest)
-    each = max((_rounded_bytes(weight, work.feedback) for weight in _in_this_process(sizes, work)), default=0)
+    each = _side_by_side([_rounded_bytes(weight, work.feedback) for weight in _in_this_process(sizes, work)])
     written = sizes.packed + sizes.beside
     rounding = feedback_seconds(sizes.weights, rate, work.processes) if work.feedback else sizes.numbers * _ROUNDED / rate
     seconds = rounding + 3 * written / _DISK_RATE
@@ -159,9 +159,16 @@ def _with_workers(sizes: Sizes, work: Work, here: int) -> int:
     return here if work.processes == 1 else max(here + work.processes * _IDLE, of_processes(sizes, work.processes))
 
 
+def _side_by_side(each: Iterable[int]) -> int:
+    """Bytes that weights hold at the most which are rounded several at a time (`outcomes.independent`)."""
+    import torch
+
+    largest = sorted(each, reverse=True)[: torch.get_num_threads()]
+    return min(sum(largest), max([threads.TOGETHER, *largest[:1]]))
+
+
 def _rounded_bytes(weight: Weight, feedback: bool) -> int:
-    hessians = prediction.held_by(weight.shape[1], "auto") if feedback else 0
-    return 8 * FLOAT * numbers_of(weight) + hessians + _opened(weight)
+    return prediction.rounded_bytes(numbers_of(weight), weight.shape[1], feedback) + _opened(weight)
 
 
 def tuning(sizes: Sizes, work: Work, rate: float) -> Step:

@@ -10,13 +10,13 @@ errors.py         the table of a model without gradients: errors weighted by imp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fewbits.errors import InputError
 from fewbits.progress import say, silent
 from fewbits.sensitivity.table import Cell, Container, Factor, Scores, Sensitivity, cell_of, read, runtime_block
+from fewbits.store import threads
 
 if TYPE_CHECKING:
     from fewbits.calibration.folder import Statistics
@@ -96,23 +96,7 @@ def measured(
     model: Model, statistics: Statistics, weights: Sequence[Weight], formats: Sequence[Format], method: str
 ) -> Iterator[tuple[str, WeightRow]]:
     """Several weights at a time, each on one thread: one matrix is too small to split among threads. The results come in order."""
-    import torch
-
-    workers = torch.get_num_threads()
-
-    def one(weight: Weight) -> tuple[str, WeightRow]:
-        torch.set_num_threads(1)
-        return weight.name, row_of(model, statistics, weight, formats, method)
-
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            waiting = [pool.submit(one, weight) for weight in weights[: 2 * workers]]
-            for following in range(len(waiting), len(weights) + len(waiting)):
-                yield waiting.pop(0).result()
-                if following < len(weights):  # a few at a time: each holds its matrix and its Hessians in memory
-                    waiting.append(pool.submit(one, weights[following]))
-    finally:
-        torch.set_num_threads(workers)
+    return threads.side_by_side(lambda weight: (weight.name, row_of(model, statistics, weight, formats, method)), weights)
 
 
 def row_of(model: Model, statistics: Statistics, weight: Weight, wanted: Sequence[Format], method: str) -> WeightRow:

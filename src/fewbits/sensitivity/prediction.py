@@ -10,8 +10,6 @@ fitted to it looks better than on others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from threading import Condition
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +21,7 @@ from fewbits.sensitivity.rows import Drawn, draw
 from fewbits.sensitivity.table import Cell, Scores
 from fewbits.sensitivity.table import rounded as in_few_digits
 from fewbits.store.heap import return_free_memory
+from fewbits.store.threads import TOGETHER, Turns
 
 if TYPE_CHECKING:
     from fewbits.calibration.statistics import Half, WeightStatistics
@@ -31,28 +30,7 @@ if TYPE_CHECKING:
 ENOUGH = 1 << 16  # weights (about) whose errors are computed
 _FIRSTS, _DRAWN, _FEW = 32, 512, 128  # inputs whose rounding is tried, at position 0 and after it
 DAMPING = 0.03  # the amount that the search of `methods.gptq` chooses most often
-TOGETHER = 3 << 29  # bytes that the Hessians of weights on several threads may take together; a weight that needs more runs alone
 _PIECE = 1 << 22  # values of a weight at a time, where a copy of all would take too much memory
-
-
-class Turns:
-    """Lets threads run side by side as long as the memory that they hold together is within a limit."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._held = limit, 0
-        self._changed = Condition()
-
-    @contextmanager
-    def taken(self, nbytes: int) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._held or self._held + nbytes <= self._limit)
-            self._held += nbytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held -= nbytes
-                self._changed.notify_all()
 
 
 _turns = Turns(TOGETHER)
@@ -61,6 +39,11 @@ _turns = Turns(TOGETHER)
 def held_by(cols: int, method: str) -> int:
     """The most bytes for the Hessians of a weight: three in float32, or one in float32 and three in float64 while it is factored."""
     return (3 * 4 if method == "rtn" else 4 + 3 * 8) * cols**2
+
+
+def rounded_bytes(numbers: int, cols: int, feedback: bool) -> int:
+    """The most bytes for the arrays of a weight and its Hessians while it is rounded."""
+    return 8 * 4 * numbers + (held_by(cols, "auto") if feedback else 0)
 
 
 def tried_bytes(rows: int) -> int:

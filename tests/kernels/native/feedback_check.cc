@@ -1,8 +1,9 @@
-// Error feedback, a column at a time (search/error_feedback.cc): for levels that are found in each of the three ways.
+// Error feedback, a column at a time (search/error_feedback.cc) and block after block (search/feedback_rows.cc): for levels that
+// are found in each of the three ways.
 #include <algorithm>
 #include <cmath>
 
-#include "kernels.h"
+#include "search/feedback.h"
 #include "searching.h"
 
 namespace fewbits::checks {
@@ -56,7 +57,7 @@ Results visit_twice(const std::string& isa, const Ladder& ladder, bool offsets) 
   for (size_t i = 0; i < kSize; i += 97) scale[i] = 0;
   FeedbackTile tile{kColumns,        kRows,        targets.data(), weights.data(),
                     errors.data(),   codes.data(), scale.data(),   offsets ? offset.data() : nullptr,
-                    coupling.data(), false};
+                    coupling.data(), kColumns,     false};
   Results results;
   for (const bool keeps : {false, true}) {
     tile.keep = keeps;
@@ -68,14 +69,40 @@ Results visit_twice(const std::string& isa, const Ladder& ladder, bool offsets) 
   return results;
 }
 
+// All steps of the loop over two blocks of columns, with scales that are given.
+Results feed_back_twice(const std::string& isa, const Ladder& ladder, bool offsets) {
+  constexpr size_t kBlock = kColumns / 2;
+  Random random(ladder.values.size() + 1);
+  const Guarded<float> w = drawn(0, 10, kSize, random), scale = drawn(1, 0.75f, kSize, random),
+                       offset = drawn(0, 3, kSize, random), weight = drawn(1, 0.5f, kColumns, random);
+  const auto coupling = [&](size_t rows, size_t columns) { return drawn(0, 0.1f, rows * columns, random); };
+  const Guarded<float> ahead = coupling(kColumns, kColumns), forward = coupling(kColumns, kColumns),
+                       every = coupling(kColumns, kColumns), others = coupling(kBlock, kColumns),
+                       inside = coupling(kBlock, kBlock), hessian = drawn(1, 0.5f, kBlock * kBlock, random);
+  Guarded<int64_t> natural(kColumns);
+  for (size_t i = 0; i < kColumns; ++i) natural[i] = static_cast<int64_t>(kColumns - 1 - i);
+  Guarded<uint8_t> codes(kSize);
+  const FeedbackPart part{others.data(), inside.data(), hessian.data(), nullptr};
+  const FeedbackOrder order{kColumns,     natural.data(), {0, kBlock, kColumns}, weight.data(),
+                            ahead.data(), forward.data(), every.data(),          nullptr,
+                            nullptr,      {part, part}};
+  const FeedbackRows rows{w.data(), kRows, 2, 1, scale.data(), offsets ? offset.data() : nullptr, codes.data(), {}};
+  Results results;
+  if (!feed_back(order, rows, nullptr, isa, ladder.levels(), 0, kRows)) fail("error feedback refuses numbers");
+  keep(results, "codes of the loop over blocks", codes);
+  return results;
+}
+
 }  // namespace
 
 void check_feedback(Digest& digest) {
   const Ladder ladders[] = {Ladder(numbers(-8, 16, 0), true), Ladder(numbers(-7, 15, 0.1f), false),
                             Ladder(numbers(-60, 121, 0.01f), false)};
   for (const Ladder& ladder : ladders)
-    for (const bool offsets : {false, true})
+    for (const bool offsets : {false, true}) {
       check_same(digest, "error feedback", [&](const std::string& isa) { return visit_twice(isa, ladder, offsets); });
+      check_same(digest, "error feedback", [&](const std::string& isa) { return feed_back_twice(isa, ladder, offsets); });
+    }
 }
 
 }  // namespace fewbits::checks

@@ -142,9 +142,19 @@ void visit_twice(const Case& of, const Scales& scales, Random random, Results& r
   }
   for (size_t i = 0; i < coupling.size(); ++i) coupling[i] = 0.1f * random.symmetric();
   const Guarded<float> metric = draw_metric(d, random);
-  vectors::Tile tile{kTileColumns,    kRows,         targets.data(), weights.data(),
-                     errors.data(),   codes.data(),  scale.data(),   of.type.group_shift == 0 ? nullptr : offset.data(),
-                     coupling.data(), metric.data(), false,          1};
+  vectors::Tile tile{kTileColumns,
+                     kRows,
+                     targets.data(),
+                     weights.data(),
+                     errors.data(),
+                     codes.data(),
+                     scale.data(),
+                     of.type.group_shift == 0 ? nullptr : offset.data(),
+                     coupling.data(),
+                     kTileColumns,
+                     metric.data(),
+                     false,
+                     1};
   of.searches.visit(of.owned.book, tile, 0, kRows);
   keep(results, "codes of a visit", codes);
   keep(results, "errors of a visit", errors);

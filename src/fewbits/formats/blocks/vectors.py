@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fewbits.formats import Columns, Grid
+    from fewbits.formats.search.vectors import VectorSearch
     from fewbits.formats.storage.codebooks import Points, Signs
 
 
@@ -37,10 +38,14 @@ class Vectors(Blocks):
 
     def fit(self, w: Tensor, importance: Tensor | None = None, fixed: Grid | None = None, how: How = "search") -> Grid:
         from fewbits.formats.search import in_row_chunks
+
+        return in_row_chunks(lambda rows: self.search.fit(rows, importance, how), w)
+
+    @property
+    def search(self) -> VectorSearch:
         from fewbits.formats.search.vectors import VectorSearch
 
-        search = VectorSearch(self.codebook, self.group or 0, self.groups, self.largest, self.group_shift)
-        return in_row_chunks(lambda rows: search.fit(rows, importance, how), w)
+        return VectorSearch(self.codebook, self.group or 0, self.groups, self.largest, self.group_shift)
 
     def encode(self, w: Tensor, grid: Grid, importance: Tensor | None = None) -> Tensor:
         from fewbits.formats.storage.codebooks import normalised

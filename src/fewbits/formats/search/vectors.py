@@ -69,6 +69,11 @@ class VectorSearch:
         """The scale at which a weight of 1 is the largest value."""
         return 1 / self.points.table.levels[-1]
 
+    @property
+    def native(self) -> tuple[list[int], list[float]]:
+        """The sizes and the numbers that native code takes."""
+        return [self.group, self.largest, self.trials, int(self.by_levels)], [self.spread, _LOW, _HIGH, self.peak, self.shift]
+
     def _native(self, isa: str, w: Tensor, weight: Tensor) -> Grid:
         rows, groups = len(w), w.shape[1] // self.group
         grid = {"sub": torch.empty((rows, groups), dtype=torch.int8)}
@@ -76,10 +81,8 @@ class VectorSearch:
             grid["shift"] = torch.empty((rows, groups), dtype=torch.int8)
         grid["d"] = torch.empty((rows, groups // self.groups), dtype=torch.float16)
         shift: Any = grid["shift"].numpy() if self.shift else None
-        sizes = [self.group, self.largest, self.trials, int(self.by_levels)]
-        numbers = [self.spread, _LOW, _HIGH, self.peak, self.shift]
         arrays = w.numpy(), weight.contiguous().numpy(), grid["sub"].numpy(), shift, grid["d"].view(torch.uint16).numpy()
-        processor.native().fit_vectors(isa, self.points.native, sizes, numbers, *arrays, torch.get_num_threads())
+        processor.native().fit_vectors(isa, self.points.native, *self.native, *arrays, torch.get_num_threads())
         return grid
 
 

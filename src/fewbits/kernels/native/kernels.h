@@ -11,7 +11,7 @@ namespace fewbits {
 
 static_assert(std::endian::native == std::endian::little, "packed weights are little-endian and read in place");
 
-constexpr int kAbi = 7;  // raise it when module.cc's functions change; devices/processor.py has the same number
+constexpr int kAbi = 8;  // raise it when module.cc's functions change; devices/processor.py has the same number
 constexpr size_t kMaxFields = 4;
 
 // One array of a packed weight or of its grid.
@@ -143,36 +143,5 @@ inline float float_of(uint16_t bits) {
 }
 
 inline float float16_at(const uint8_t* at) { return float_of(load<uint16_t>(at)); }
-
-// Error feedback (search/error_feedback.cc) works for every format: it needs levels, scales and offsets, but no layout.
-constexpr size_t kFeedbackColumns = 128;
-
-struct FeedbackLevels {
-  size_t count;
-  bool consecutive;         // the levels are consecutive integers: rounding is arithmetic
-  const float* values;      // ascending
-  const float* boundaries;  // count - 1 of them: above the i-th, value i + 1 is nearer
-  const uint8_t* codes;     // the code of each value
-  const float* by_code;     // 256: the level of each code
-  int minus_zero;           // the code of -0; -1: the format has none
-};
-
-struct FeedbackTile {  // arrays of (columns, rows); the coupling is (columns, columns)
-  size_t columns, rows;
-  const float* targets;
-  const float* weights;
-  float* errors;
-  uint8_t* codes;
-  const float* scale;
-  const float* offset;    // may be null
-  const float* coupling;  // [k][i]: how much an error in column i moves the target of column k
-  bool keep;              // change a code only for one that is nearer to the target
-};
-
-using FeedbackVisit = void (*)(const FeedbackTile&, const FeedbackLevels&, size_t first, size_t count);
-
-FeedbackVisit find_feedback(const char* isa);  // null if this processor does not have it
-size_t feedback_strips(size_t rows);
-void visit_feedback_strip(FeedbackVisit visit, const FeedbackTile& tile, const FeedbackLevels& levels, size_t strip);
 
 }  // namespace fewbits

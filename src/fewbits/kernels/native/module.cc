@@ -20,6 +20,7 @@
 #include "matmul/tiles.h"
 #include "matmul/w8a8.h"
 #include "platform/threads.h"
+#include "search/feedback.h"
 
 namespace nb = nanobind;
 
@@ -261,9 +262,17 @@ void feedback(const std::string& isa, const Floats& targets, const Floats& weigh
     throw std::invalid_argument("the levels' arrays do not belong together");
   const FeedbackLevels levels{count,          consecutive, values.data(), boundaries.data(), value_codes.data(),
                               by_code.data(), minus_zero};
-  const FeedbackTile tile{columns,         rows,         targets.data(), weights.data(),
-                          errors.data(),   codes.data(), scale.data(),   offset ? offset->data() : nullptr,
-                          coupling.data(), keep};
+  const FeedbackTile tile{columns,
+                          rows,
+                          targets.data(),
+                          weights.data(),
+                          errors.data(),
+                          codes.data(),
+                          scale.data(),
+                          offset ? offset->data() : nullptr,
+                          coupling.data(),
+                          columns,
+                          keep};
   nb::gil_scoped_release released;
   const size_t strips = feedback_strips(rows);
   for_rows(strips, columns * rows / std::max<size_t>(1, strips), threads,
@@ -299,6 +308,7 @@ nb::list kernels() {
 
 void register_search(nb::module_& m);      // search/long_rows.cc
 void register_vectors(nb::module_& m);     // search/vectors.cc
+void register_feedback(nb::module_& m);    // search/feedback_binding.cc
 void register_attention(nb::module_& m);   // attention/attention.cc
 void register_statistics(nb::module_& m);  // measure/statistics.cc
 void register_roofline(nb::module_& m);    // measure/roofline.cc
@@ -336,6 +346,7 @@ NB_MODULE(_native, m) {
         nb::arg("threads"));
   register_search(m);
   register_vectors(m);
+  register_feedback(m);
   register_attention(m);
   register_statistics(m);
   register_roofline(m);

@@ -5,9 +5,9 @@
 
 Columns are rounded one after the other, each to its weight plus a correction for the errors made so far (`hessian.py`). Each block of
 the format gets its scales when its turn comes, fitted to the weights as corrected by then. Afterwards come passes in which each block,
-and then each column, is solved again given all the others; only what lowers the error is taken (`rows.py`). The loop over single columns
-is in `columns.py`, that over vectors of columns in `vectors.py`. `outputs.py` lets rows make up for each other too; `holdout.py` judges
-codes on samples that they were not fitted to.
+and then each column, is solved again given all the others; only what lowers the error is taken (`rows.py`; `native.py` runs the same loop
+in C++). The loop over single columns is in `columns.py`, that over vectors of columns in `vectors.py`. `outputs.py` lets rows make up for
+each other too; `holdout.py` judges codes on samples that they were not fitted to.
 
 All of it works on the damped Hessian. Damping stands for inputs that calibration did not see: passes over the undamped Hessian would
 undo its benefit, and could raise the error that the first pass minimised.
@@ -28,14 +28,29 @@ from torch import Tensor
 
 from fewbits.devices import processor
 from fewbits.errors import InputError
-from fewbits.methods.error_feedback.hessian import Order, Ordered, Singular, ordered
+from fewbits.methods.error_feedback import native
+from fewbits.methods.error_feedback.hessian import Order, Ordered, Singular, Visited, first_pass, ordered, visited
 from fewbits.methods.error_feedback.outputs import Outputs, correction
 from fewbits.methods.error_feedback.rows import Rows, shared
 
 if TYPE_CHECKING:
     from fewbits.formats import Format, Grid
 
-__all__ = ["Order", "Ordered", "Outputs", "Singular", "Solved", "objective", "ordered", "solve", "solve_both_sides", "width"]
+__all__ = [
+    "Order",
+    "Ordered",
+    "Outputs",
+    "Singular",
+    "Solved",
+    "Visited",
+    "first_pass",
+    "objective",
+    "ordered",
+    "solve",
+    "solve_both_sides",
+    "visited",
+    "width",
+]
 
 _CHUNK = 1 << 22  # weights at a time: some ten arrays of this size are alive at once, 100 to 200 MB
 
@@ -110,11 +125,13 @@ class _Work:
             raise InputError("the weight holds NaN or infinity", "no format can keep them: repair the checkpoint")
         self.w, self.fmt, self.effort, self.isa = w.detach().float(), fmt, effort, _isa(effort.dtype)
         if isinstance(hessian, Tensor):
-            hessian = ordered(hessian, width(fmt, cols), effort.order, effort.damping, effort.dtype, fmt.dimension)
+            hessian = ordered(hessian, width(fmt, cols), effort.order, effort.damping, effort.dtype, fmt.dimension, passes=effort.passes)
         self.h = hessian
         self.fixed = fmt.fit(self.w, self.h.stakes) if fmt.tensor_wide else None
 
     def solve(self, some: Tensor) -> tuple[Tensor, Grid]:
+        if self.isa and (found := native.solve(some, self.fmt, self.h, self.fixed, self.effort.passes, self.effort.refits, self.isa)):
+            return found
         solver = Rows(some, self.fmt, self.h, self.fixed, self.effort.dtype, self.isa)
         solver.round()
         for done in range(self.effort.passes):

@@ -1,8 +1,8 @@
 """Visiting columns one after the other: each is rounded to its target, and its error moves the targets of those after it.
 
 The inner loop over at most 128 columns needs only codebook, scales and offsets, so every format shares it; it runs natively
-(kernels/native/search/error_feedback.cc) or in torch, with the same bits. Matrix products carry errors from tile to tile. Where codes
-stand for vectors, a visit is to a vector of columns (`vectors.py`).
+(kernels/native/search/error_feedback.cc) or in torch, with the same bits. Products (`product.py`) carry errors from tile to tile. Where
+codes stand for vectors, a visit is to a vector of columns (`vectors.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from fewbits.formats.storage import codebooks
 from fewbits.formats.storage.codebooks import Codebook, Points
 from fewbits.formats.storage.codes import Levels, decode, encode, first_of_consecutive, level_values, nearest, scaled_values
 from fewbits.methods.error_feedback import vectors
+from fewbits.methods.error_feedback.product import added
 
-WIDTH = 128  # most columns of a tile: beyond, a matrix product is faster than the loop (kernels.h holds the same number)
+WIDTH = 128  # most columns of a tile: beyond, a matrix product is faster than the loop (search/feedback.h holds the same number)
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ def feed(columns: Columns, targets: Tensor, coupling: Tensor, metric: Tensor | N
     metric (columns, dimension): what errors inside a vector cost; None: codes stand for single columns."""
     for tile in columns.tiles():
         if tile.start:
-            targets[tile].addmm_(coupling[tile, : tile.start], columns.errors[: tile.start])
+            targets[tile] = added(targets[tile], coupling[tile, : tile.start], columns.errors[: tile.start], isa)
         _visit(columns[tile], targets[tile], coupling[tile, tile], _some(metric, tile), codebook, keep=False, isa=isa)
 
 
 def settle(columns: Columns, coupling: Tensor, metric: Tensor | None, codebook: Codebook, isa: str | None) -> None:
     """Coordinate descent: visit every column again, given the errors of all the others."""
     for tile in columns.tiles():
-        targets = torch.addmm(columns.weights[tile], coupling[tile], columns.errors)
+        targets = added(columns.weights[tile], coupling[tile], columns.errors, isa)
         _visit(columns[tile], targets, coupling[tile, tile], _some(metric, tile), codebook, keep=True, isa=isa)
 
 
@@ -81,15 +83,13 @@ def _visit(
     if isa is None:
         _visit_reference(columns, targets, coupling, levels, keep)
         return
-    table = _table(levels)
+    found = table(levels)
     processor.native().feedback(
         isa,
         *(array.numpy() for array in (targets, columns.weights, columns.errors, columns.codes, columns.scale)),
         None if columns.offset is None else columns.offset.numpy(),
         coupling.contiguous().numpy(),
-        *(array.numpy() for array in (table.values, table.boundaries, table.codes, table.by_code)),
-        table.consecutive,
-        table.minus_zero,
+        *found.arrays,
         keep,
         torch.get_num_threads(),
     )
@@ -113,7 +113,7 @@ def _visit_reference(columns: Columns, targets: Tensor, coupling: Tensor, levels
 
 
 @dataclass(frozen=True)
-class _Table:
+class Table:
     values: Tensor  # rising
     boundaries: Tensor  # what lies above the i-th is rounded to value i + 1
     codes: Tensor  # of each value
@@ -121,9 +121,15 @@ class _Table:
     consecutive: bool  # the values are consecutive integers, whose rounding needs no table
     minus_zero: int  # the code of -0 where rounding keeps the sign of a zero, else -1
 
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """As native code takes them."""
+        tensors = self.values, self.boundaries, self.codes, self.by_code
+        return *(tensor.numpy() for tensor in tensors), self.consecutive, self.minus_zero
+
 
 @cache
-def _table(levels: Levels) -> _Table:
+def table(levels: Levels) -> Table:
     """`codes.nearest` as arrays. They are read off its results, so that the native loop resolves every tie as it does."""
     values = torch.tensor(sorted({level for level in levels if math.isfinite(level)}), dtype=torch.float64)
     codes = nearest(values.float(), levels)
@@ -134,4 +140,4 @@ def _table(levels: Levels) -> _Table:
     by_code[: len(levels)] = level_values(levels)
     consecutive = first_of_consecutive(levels) is not None
     zero, minus_zero = nearest(torch.tensor([0.0, -0.0]), levels).tolist()
-    return _Table(values.float(), boundaries, codes, by_code, consecutive, -1 if zero == minus_zero else minus_zero)
+    return Table(values.float(), boundaries, codes, by_code, consecutive, -1 if zero == minus_zero else minus_zero)

@@ -14,13 +14,17 @@ real values are weights + L^-1 (corrections), and missing these by r costs r L^T
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fewbits.devices import processor
 from fewbits.errors import InputError
+from fewbits.formats.storage.codebooks import normalised
 
 Order = Literal["blocks", "columns", "natural"]
 _STEP, _MOST = 10.0, 1.0  # damping is raised by this factor, up to the mean of the diagonal itself
@@ -53,15 +57,44 @@ class Ordered:
     parts: list[Part]  # of each block
     stakes: Tensor  # (cols,) float32, in natural order: the cost of an error in a column, as importance for the fit of scales
     forward: Tensor  # from errors in earlier columns, while later ones are still free to compensate: strictly lower triangular
-    ahead: Tensor  # from errors in earlier blocks, while the whole block is still free: zero from the block on
-    every: Tensor  # from errors in all other columns (other vectors), earlier and later: zero diagonal (blocks of it)
+    ahead: Tensor | None  # from errors in earlier blocks, while the whole block is still free: zero from the block on; None: there is one
+    every: Tensor | None  # from errors in all other columns (other vectors): zero diagonal (blocks of it); None: no pass needs it
     pivots: Tensor | None  # (cols, dimension) the metric of each vector while later columns are free; None: codes are of single columns
     own: Tensor | None  # the same given all other columns: the Hessian's blocks on the diagonal
     damping: float
     notes: tuple[str, ...]
 
+    @cached_property
+    def native(self) -> Any:
+        """The same as native code takes it."""
+        spans = sorted((int(self.columns[block].min()), block.stop - block.start) for block in self.blocks)
+        weight = torch.cat([normalised(self.stakes[first : first + count]) for first, count in spans])
+        given = (self.ahead, self.every, self.pivots, self.own)
+        parts = [(*(_array(each) for each in (part.others, part.forward, part.hessian)), _array(part.pivots)) for part in self.parts]
+        starts = [block.start for block in self.blocks] + [len(self.columns)]
+        return processor.native().FeedbackOrder(
+            self.columns.numpy(), starts, weight.numpy(), _array(self.forward), *map(_array, given), parts
+        )
 
-def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: torch.dtype, dimension: int = 1) -> Ordered:
+
+def _array(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.contiguous().numpy()
+
+
+@dataclass(frozen=True)
+class Visited:
+    """A Hessian without damping, in float64, with its columns in visiting order."""
+
+    h: Tensor
+    columns: Tensor  # as in Ordered
+    blocks: list[slice]
+    diagonal: Tensor  # in natural order, before columns that were always zero got the mean
+    mean: float
+    dimension: int
+    notes: tuple[str, ...]
+
+
+def visited(hessian: Tensor, width: int, order: Order, dimension: int = 1) -> Visited:
     """`width`: columns per block of the format, as the function `width` gives it. `dimension`: columns that one code stands for."""
     h = _checked(hessian)
     notes: tuple[str, ...] = ()
@@ -78,25 +111,57 @@ def ordered(hessian: Tensor, width: int, order: Order, damping: float, dtype: to
     columns, blocks = visits(diagonal, width, order, dimension)
     h = h[columns]
     h = h[:, columns]  # in two steps, so that at most two such matrices exist: one of a wide layer takes gigabytes
-    root, added = factored(h, damping, mean)
+    return Visited(h, columns, blocks, diagonal, mean, dimension, notes)
+
+
+def ordered(
+    hessian: Tensor, width: int, order: Order, damping: float, dtype: torch.dtype, dimension: int = 1, *, passes: int = 2
+) -> Ordered:
+    """passes: with 0, nothing is made that only passes after the first need."""
+    of = visited(hessian, width, order, dimension)
+    root, added = factored(of.h, damping, of.mean)
+    if not passes:
+        return _ordered(of, root, damping, added, dtype)
+    h, blocks = of.h, of.blocks
+    h.diagonal().add_(added * of.mean)
+    parts = [_part(h, block, dtype, dimension) for block in blocks] if len(blocks) > 1 else []
+    every = _every(h, dtype, dimension)
+    own = None if dimension == 1 else _on_diagonal(h, dimension).div(of.mean).flatten(0, 1).float()
+    del h
+    of = replace(of, h=torch.empty(0))  # one of a wide layer takes gigabytes
+    return _ordered(of, root, damping, added, dtype, parts, every, own)
+
+
+def first_pass(of: Visited, damping: float, dtype: torch.dtype) -> Ordered:
+    """What the first pass needs; `of` can be damped again."""
+    root, added = factored(of.h, damping, of.mean)
+    return _ordered(of, root, damping, added, dtype)
+
+
+def _ordered(
+    of: Visited,
+    root: Tensor,
+    damping: float,
+    added: float,
+    dtype: torch.dtype,
+    parts: Sequence[Part] = (),
+    every: Tensor | None = None,
+    own: Tensor | None = None,
+) -> Ordered:
+    notes = of.notes
     if added != damping:
         notes += (f"damping raised from {damping:g} to {added:g}: the Hessian was singular",)
-    h.diagonal().add_(added * mean)
     # The geometric mean of what an error costs if nothing compensates for it (the diagonal) and if all later columns do (the pivot). On
     # the embedded model's activations the diagonal alone is 0.1 % worse for q4_0 and 0.6 % for q4_k, the pivot 0.2 % better and 1.4 %
     # worse.
-    stakes = torch.empty_like(diagonal)
-    stakes[columns] = (diagonal[columns].sqrt() * root.diagonal()).nan_to_num(0)
-    parts = [_part(h, block, dtype, dimension) for block in blocks] if len(blocks) > 1 else []
-    every = _every(h, dtype, dimension)
-    own = None if dimension == 1 else _on_diagonal(h, dimension).div(mean).flatten(0, 1).float()
-    del h
-    forward, pivots = _forward(root, dimension)
-    del root
-    ahead = forward.new_zeros(forward.shape, dtype=dtype)
-    for block in blocks[1:]:
+    stakes = torch.empty_like(of.diagonal)
+    stakes[of.columns] = (of.diagonal[of.columns].sqrt() * root.diagonal()).nan_to_num(0)
+    forward, pivots = _forward(root, of.dimension)
+    ahead = forward.new_zeros(forward.shape, dtype=dtype) if len(of.blocks) > 1 else None
+    for block in of.blocks[1:]:
+        assert ahead is not None
         ahead[block, : block.start] = free_of_block(forward, block)
-    return Ordered(columns, blocks, parts, stakes.float(), forward.to(dtype), ahead, every, pivots, own, added, notes)
+    return Ordered(of.columns, of.blocks, list(parts), stakes.float(), forward.to(dtype), ahead, every, pivots, own, added, notes)
 
 
 def free_of_block(forward: Tensor, block: slice) -> Tensor:
@@ -128,7 +193,7 @@ def _part(h: Tensor, block: slice, dtype: torch.dtype, dimension: int) -> Part:
     others = torch.linalg.solve(inside, h[block])
     others[:, block] = 0
     forward, pivots = _forward(lower.flip(0, 1), dimension)
-    return Part(others.to(dtype), forward.to(dtype), inside.to(dtype), pivots)
+    return Part(*(each.to(dtype).contiguous() for each in (others, forward, inside)), pivots)
 
 
 def _forward(root: Tensor, dimension: int) -> tuple[Tensor, Tensor | None]:
@@ -202,7 +267,7 @@ def factored(h: Tensor, damping: float, mean: float) -> tuple[Tensor, float]:
         # a pivot within rounding error of zero counts as singular: what is divided by it would be noise
         noise = len(h) * torch.finfo(torch.float64).eps
         if not failed and (lower.diagonal().square() > noise * before).all():
-            return lower.flip(0, 1), added
+            return lower.T.flip(0, 1).T, added  # transposed it is contiguous, as `_forward` needs it
         if added >= _MOST:
             raise Singular(f"the Hessian is not positive semi-definite: damping by {added:g} does not help", "recompute the statistics")
         added = min(_MOST, max(added * _STEP, _LEAST))

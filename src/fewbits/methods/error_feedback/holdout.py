@@ -26,5 +26,14 @@ def judge(
 ) -> HeldOut:
     """w and codes are `rows` of the weight; they were fitted to half 0. `output`: see `WeightStatistics.row_damage`."""
     error = w - fmt.decode(codes, grid)
-    damage = statistics.damage(error, w, 1, rows, output) * (rows.step or 1 if statistics.predicts_kl else 1)  # KL adds up over rows
-    return HeldOut(damage, statistics.errors_by_place(error, w, 1))
+    return HeldOut(_damage(error, w, statistics, rows, output), statistics.errors_by_place(error, w, 1))
+
+
+def damage(w: Tensor, fmt: Format, codes: Tensor, grid: Grid, statistics: WeightStatistics, rows: slice) -> float:
+    """That of `judge` alone."""
+    return _damage(w - fmt.decode(codes, grid), w, statistics, rows)
+
+
+def _damage(error: Tensor, w: Tensor, statistics: WeightStatistics, rows: slice, output: Tensor | None = None) -> float:
+    scale = rows.step or 1 if statistics.predicts_kl else 1  # KL adds up over rows
+    return statistics.damage(error, w, 1, rows, output) * scale

@@ -1,4 +1,7 @@
-"""Some rows of a weight, from values to codes. Every array is (cols, rows): columns in visiting order, rows independent of each other."""
+"""Some rows of a weight, from values to codes. Every array is (cols, rows): columns in visiting order, rows independent of each other.
+
+This is the loop over blocks in torch. `native.py` runs the same loop in C++ where a format's scales are searched for there too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import Tensor
 from fewbits.formats.search import total
 from fewbits.methods.error_feedback.columns import Columns, feed, settle
 from fewbits.methods.error_feedback.hessian import Ordered
+from fewbits.methods.error_feedback.product import added
 
 if TYPE_CHECKING:
     from fewbits.formats import Format, Grid
@@ -30,13 +34,13 @@ class Rows:
     def round(self) -> None:
         """The first pass: each block gets its scales from the weights as corrected by then, and its codes by error feedback."""
         for block in self.h.blocks:
-            correction = self.h.ahead[block, : block.start] @ self.columns.errors[: block.start]
+            correction = self._correction(block)
             corrected = self.columns.weights[block] + correction
             grid, scale, offset = self._fitted(corrected, block)
             self.grids.append(grid)
             self._set_affine(block, scale, offset)
             forward, pivots = self.h.forward[block, block], None if self.h.pivots is None else self.h.pivots[block]
-            feed(self.columns[block], corrected.addmm_(forward, correction), forward, pivots, self.codebook, self.isa)
+            feed(self.columns[block], added(corrected, forward, correction, self.isa), forward, pivots, self.codebook, self.isa)
 
     def improve(self, refit: bool) -> None:
         """Solve each block again, given the errors of all others, and keep the new codes of the rows whose error falls.
@@ -46,9 +50,10 @@ class Rows:
         """
         if len(self.h.blocks) == 1:
             return  # there are no other blocks: it would be the first pass again
+        assert self.h.every is not None
         for index, block in enumerate(self.h.blocks):
             part, present = self.h.parts[index], self.columns[block]
-            targets = torch.addmm(present.weights, part.others, self.columns.errors)
+            targets = added(present.weights, part.others, self.columns.errors, self.isa)
             if refit:
                 grid, scale, offset = self._fitted(targets, block)
             else:
@@ -58,7 +63,7 @@ class Rows:
             feed(trial, targets.clone(), part.forward, part.pivots, self.codebook, self.isa)
             settle(trial, self.h.every[block, block], own, self.codebook, self.isa)
             errors = present.errors + (targets - present.weights)  # from the targets, as those of the trial are
-            better = _loss(trial.errors, part.hessian) < _loss(errors, part.hessian)
+            better = self._loss(trial.errors, part.hessian) < self._loss(errors, part.hessian)
             present.errors.copy_(torch.where(better, present.weights - trial.decoded(self.codebook), present.errors))
             present.codes.copy_(torch.where(better, trial.codes, present.codes))
             if refit:
@@ -72,6 +77,7 @@ class Rows:
                     present.offset.copy_(torch.where(better, offset, present.offset))
 
     def descend(self) -> None:
+        assert self.h.every is not None
         settle(self.columns, self.h.every, self.h.own, self.codebook, self.isa)
 
     def result(self) -> tuple[Tensor, Grid]:
@@ -98,6 +104,16 @@ class Rows:
         shape = targets.shape[1], targets.shape[0]
         return grid, scale.expand(shape).T.contiguous(), None if offset is None else offset.expand(shape).T.contiguous()
 
+    def _correction(self, block: slice) -> Tensor:
+        """By the errors in earlier blocks."""
+        if self.h.ahead is None:
+            return torch.zeros_like(self.columns.weights[block])
+        return added(None, self.h.ahead[block, : block.start], self.columns.errors[: block.start], self.isa)
+
+    def _loss(self, errors: Tensor, hessian: Tensor) -> Tensor:
+        """Of each row. `total` adds in one fixed order; torch's sum depends on shape and threads, and then other codes would be chosen."""
+        return total(added(None, hessian, errors, self.isa).mul_(errors), 0)
+
     def _set_affine(self, block: slice, scale: Tensor, offset: Tensor | None) -> None:
         if offset is not None and self.columns.offset is None:
             c = self.columns
@@ -111,8 +127,3 @@ class Rows:
 def shared(name: str, entry: Tensor, fixed: Grid | None) -> bool:
     """Whether a grid's entry is one value for the whole weight, fitted once."""
     return fixed is not None and entry.shape == fixed[name].shape == (1, 1)
-
-
-def _loss(errors: Tensor, hessian: Tensor) -> Tensor:
-    """Of each row. `total` adds in one fixed order; torch's sum depends on shape and threads, and then other codes would be chosen."""
-    return total((hessian @ errors).mul_(errors), 0)

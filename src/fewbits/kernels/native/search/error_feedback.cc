@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels.h"
 #include "platform/avx512.h"
+#include "search/feedback.h"
 
 namespace fewbits {
 namespace {
@@ -83,7 +83,7 @@ FEWBITS_INLINE void visit_strip(const FeedbackTile& tile, const FeedbackLevels& 
   for (size_t k = 0; k < tile.columns; ++k) {
     const size_t at = k * tile.rows + first;
     load_lanes(tile.targets + at, count, target);
-    const float* const coupling = tile.coupling + k * tile.columns;
+    const float* const coupling = tile.coupling + k * tile.coupling_stride;
     for (size_t i = 0; i < k; ++i)
       for (size_t r = 0; r < kLanes; ++r) target[r] += coupling[i] * changes[i][r];
 

@@ -13,6 +13,7 @@
 
 #include "kernels.h"
 #include "platform/threads.h"
+#include "search/fitting.h"
 #include "search/quantize.h"
 
 namespace nb = nanobind;
@@ -24,80 +25,6 @@ namespace {
 using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using List = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using BytesInto = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-// The grid of a few rows: as it is packed, and as floats for rounding weights.
-struct Rows {
-  std::vector<float> scale, offset;
-  std::vector<uint16_t> d, minimum;
-  std::vector<uint8_t> sub, sub_min;
-  bool offsets = false, exponents = false;
-
-  const void* field(const std::string& name) const {
-    if (name == "scales" && exponents) return sub.data();
-    if (name == "d" || name == "scales") return d.data();
-    if (name == "m" || name == "dmin") return minimum.data();
-    if (name == "sub") return sub.data();
-    if (name == "sub_min") return sub_min.data();
-    throw std::invalid_argument("no search finds a `" + name + "`");
-  }
-};
-
-float half_value(uint16_t bits) {
-  uint8_t bytes[2];
-  std::memcpy(bytes, &bits, 2);
-  return float16_at(bytes);
-}
-
-// The ways of fitting rows: each writes the grid of `groups` groups of its source.
-struct Fit {
-  const Searches& searches;
-  const Codes& codes;
-
-  bool operator()(const ExponentSearch& search, std::nullptr_t, const Source& source, size_t groups, Rows& rows) const {
-    if (!searches.exponents(source, search, codes, 0, groups, rows.sub.data())) return false;
-    for (size_t i = 0; i < groups; ++i)
-      rows.scale[i] = rows.sub[i] ? std::bit_cast<float>(static_cast<uint32_t>(rows.sub[i]) << 23) : 0x1p-127f;
-    return true;
-  }
-
-  bool operator()(const ScaleSearch& search, std::nullptr_t, const Source& source, size_t groups, Rows& rows) const {
-    if (!searches.scales(source, search, 0, groups, rows.scale.data())) return false;
-    std::transform(rows.scale.begin(), rows.scale.begin() + groups, rows.d.begin(), float16_bits);
-    return true;
-  }
-
-  bool operator()(const LineSearch& search, std::nullptr_t, const Source& source, size_t groups, Rows& rows) const {
-    if (!searches.lines(source, search, 0, groups, rows.scale.data(), rows.offset.data())) return false;
-    for (size_t i = 0; i < groups; ++i) {
-      rows.d[i] = float16_bits(rows.scale[i]);
-      rows.offset[i] = -rows.offset[i];
-      rows.minimum[i] = float16_bits(rows.offset[i]);
-    }
-    return true;
-  }
-
-  bool operator()(const ScaleSearch& search, const ScaleUnits& units, const Source& source, size_t groups, Rows& rows) const {
-    int8_t* const subs = reinterpret_cast<int8_t*>(rows.sub.data());
-    if (!searches.sub_scales(source, search, units, nullptr, 0, groups / units.per_super, subs, rows.d.data())) return false;
-    for (size_t i = 0; i < groups; ++i) rows.scale[i] = half_value(rows.d[i / units.per_super]) * static_cast<float>(subs[i]);
-    return true;
-  }
-
-  bool operator()(const LineSearch& search, const LineUnits& units, const Source& source, size_t groups, Rows& rows) const {
-    if (!searches.sub_lines(source, search, units, nullptr, nullptr, 0, groups / units.per_super, rows.sub.data(),
-                            rows.sub_min.data(), rows.d.data(), rows.minimum.data()))
-      return false;
-    for (size_t i = 0; i < groups; ++i) {
-      rows.scale[i] = half_value(rows.d[i / units.per_super]) * static_cast<float>(rows.sub[i]);
-      rows.offset[i] = -(half_value(rows.minimum[i / units.per_super]) * static_cast<float>(rows.sub_min[i]));
-    }
-    return true;
-  }
-};
-
-size_t per_super_of(std::nullptr_t) { return 1; }
-size_t per_super_of(const ScaleUnits& units) { return units.per_super; }
-size_t per_super_of(const LineUnits& units) { return units.per_super; }
 
 // Fits, encodes and packs w (rows, cols), whose groups have `run` columns. False if a weight is NaN.
 template <typename Search, typename Units>
@@ -128,25 +55,12 @@ bool quantize_rows(const std::string& isa, const std::string& format, const Matr
   const size_t chunks = (rows + together - 1) / together;
   const size_t shares = shares_of(threads, std::min(chunks, rows * cols / (1 << 13)));
   run_shares(shares, [&](size_t share) {
-    Rows grid;
-    grid.offsets = std::is_same_v<Search, LineSearch>;
-    grid.exponents = std::is_same_v<Search, ExponentSearch>;
-    const size_t most = together * groups;
-    grid.scale.resize(most);
-    grid.d.resize(most);
-    if (grid.offsets) {
-      grid.offset.resize(most);
-      grid.minimum.resize(most);
-    }
-    if (per_super > 1 || grid.exponents) {
-      grid.sub.resize(most);
-      grid.sub_min.resize(most);
-    }
+    GroupGrid grid = grid_for<Search>(together * groups, per_super);
     std::vector<uint8_t> codes(together * cols);
     for (size_t chunk = chunks * share / shares; chunk < chunks * (share + 1) / shares && numbers; ++chunk) {
       const size_t first = chunk * together, count = std::min(together, rows - first);
       const Source source{w.data() + first * cols, run, weights, groups};
-      if (!Fit{searches, given}(search, units, source, count * groups, grid)) {
+      if (!FitGroups{searches, given}(search, units, source, count * groups, grid)) {
         numbers = false;
         return;
       }

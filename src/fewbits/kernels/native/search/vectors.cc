@@ -69,13 +69,8 @@ void fit(const std::string& isa, const OwnedBook& owned, const std::vector<size_
          const Matrix& x, const List& weight, Array<int8_t, 2> sub, std::optional<Array<int8_t, 2>> shift, Array<uint16_t, 2> d,
          int threads) {
   const Searches& searches = find_searches(isa);
-  needs(sizes.size() == 4 && numbers.size() == 5, "a search has four sizes and five numbers");
-  const Fit given{sizes[0], sizes[1], sizes[2], sizes[3] != 0, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
+  const Fit given = fit_of(owned.book, sizes, numbers);
   const size_t rows = x.shape(0), cols = x.shape(1);
-  needs((given.group == 16 || given.group == 32) && given.trials >= 3 && given.trials <= kMostTrials && given.largest >= 1 &&
-            given.largest <= 127,
-        "a group has 16 or 32 weights");
-  needs(!given.by_levels || owned.book.level_count == 3, "each weight alone is asked about three levels");
   needs(cols % kBlock == 0 && weight.shape(0) == cols, "blocks have 256 columns, each with an importance");
   needs(sub.shape(0) == rows && sub.shape(1) == cols / given.group && d.shape(0) == rows && d.shape(1) == cols / kBlock,
         "there is an integer for each group and a scale for each block");
@@ -107,9 +102,10 @@ void visit(const std::string& isa, const OwnedBook& owned, const Matrix& targets
     needs(code >= 0 && code < 1 << bits, "a code is beyond the codebook");
   }
   nb::gil_scoped_release released;
-  const Tile tile{columns,         rows,          targets.data(), weights.data(),
-                  errors.data(),   codes.data(),  scale.data(),   offset ? offset->data() : nullptr,
-                  coupling.data(), metric.data(), keep,           attempts};
+  const Tile tile{columns,         rows,         targets.data(), weights.data(),
+                  errors.data(),   codes.data(), scale.data(),   offset ? offset->data() : nullptr,
+                  coupling.data(), columns,      metric.data(),  keep,
+                  attempts};
   in_shares(rows, rows * columns, searches.lanes, threads,
             [&](size_t begin, size_t end) { searches.visit(book, tile, begin, end); });
 }

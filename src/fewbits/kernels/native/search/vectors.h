@@ -69,8 +69,8 @@ struct FitRows {
   uint16_t* d;
 };
 
-// Arrays of (columns, rows); codes are (columns / dimension, rows), the coupling (columns, columns), the metric (columns,
-// dimension): what an error in one column of a vector costs together with one in another.
+// Arrays of (columns, rows); codes are (columns / dimension, rows), the coupling (columns, columns) with a stride of its own, the
+// metric (columns, dimension): what an error in one column of a vector costs together with one in another.
 struct Tile {
   size_t columns, rows;
   const float* targets;
@@ -80,6 +80,7 @@ struct Tile {
   const float* scale;
   const float* offset;  // may be null
   const float* coupling;
+  size_t coupling_stride;
   const float* metric;
   bool keep;     // change a code only for one that costs less
   int attempts;  // to lower the cost of a vector, given the errors of its other columns

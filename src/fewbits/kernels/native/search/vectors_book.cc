@@ -69,4 +69,14 @@ void OwnedBook::pair_halves(const std::vector<size_t>& first, const std::vector<
   book.members = minima.members.data();
 }
 
+Fit fit_of(const Book& book, const std::vector<size_t>& sizes, const std::vector<float>& numbers) {
+  needs(sizes.size() == 4 && numbers.size() == 5, "a search has four sizes and five numbers");
+  const Fit given{sizes[0], sizes[1], sizes[2], sizes[3] != 0, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
+  needs((given.group == 16 || given.group == 32) && given.trials >= 3 && given.trials <= kMostTrials && given.largest >= 1 &&
+            given.largest <= 127,
+        "a group has 16 or 32 weights");
+  needs(!given.by_levels || book.level_count == 3, "each weight alone is asked about three levels");
+  return given;
+}
+
 }  // namespace fewbits::vectors

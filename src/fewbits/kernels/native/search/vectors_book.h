@@ -31,4 +31,7 @@ struct OwnedBook {
   void pair_halves(const std::vector<size_t>& first, const std::vector<size_t>& second);
 };
 
+// The search of `VectorSearch` of formats/search/vectors.py. Throws std::invalid_argument if there is no such search.
+Fit fit_of(const Book& book, const std::vector<size_t>& sizes, const std::vector<float>& numbers);
+
 }  // namespace fewbits::vectors
