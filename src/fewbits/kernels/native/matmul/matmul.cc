@@ -94,17 +94,14 @@ struct Tiles {
 // Rows of a panel from tiles: two stripes side by side, or the last one twice.
 void fill_from_tiles(const Product& product, const Tiling& tiling, const TileFunctions& tiles, size_t first, size_t block,
                      size_t blocks, Panel& panel) {
-  const size_t stripe_bytes = tiling.stripe_bytes(), last = tiling.stripes(product.weights) - 1;
-  for (size_t lane = 0; lane < kPanelRows; lane += kStripe) {
-    const uint8_t* chunk = product.tiles + std::min((first + lane) / kStripe, last) * stripe_bytes +
-                           block / kChunkBlocks * tiling.chunk_bytes(kChunkBlocks);
+  const size_t stripes = tiling.stripes(product.weights);
+  for (size_t lane = 0; lane < kPanelRows; lane += kStripe)
     for (size_t b = 0; b < blocks; b += kChunkBlocks) {
+      const Place place = tiling.place(std::min((first + lane) / kStripe, stripes - 1), stripes, (block + b) / kChunkBlocks);
       const size_t count = std::min(kChunkBlocks, blocks - b), unit = tiling.units(b);
-      tiles.expand(tiling, chunk, count, panel.scale[unit] + lane, panel.offset[unit] + lane, kPanelRows);
-      tiles.unpack(tiling, chunk + tiling.header_bytes(count), count, lane, panel.bytes + 8 * b);
-      chunk += tiling.chunk_bytes(count);
+      tiles.expand(tiling, product.tiles + place.header, count, panel.scale[unit] + lane, panel.offset[unit] + lane, kPanelRows);
+      tiles.unpack(tiling, product.tiles + place.codes, place.step, count, lane, panel.bytes + 8 * b);
     }
-  }
 }
 
 struct ChunkBytes {
@@ -114,38 +111,45 @@ struct ChunkBytes {
       : blocks(blocks), header(tiling.header_bytes(blocks)), all(tiling.chunk_bytes(blocks)) {}
 };
 
-// One row of activations. Weights are read in several places at once, which is faster than in one.
+// One row of activations, with four stripes at a time: those abreast, or else four far apart, which are read in as many places at
+// once.
 void stream_stripes(const Product& product, const ActivationRow& x, int threads) {
   const Tiling tiling(product.kernel, product.cols);
   const TileFunctions of = find_tiles(product.kernel.isa, tiling.bytes);
   const size_t stripes = tiling.stripes(product.weights), stripe_bytes = tiling.stripe_bytes();
-  const size_t streams = of.streams, at_a_time = streams * rows_at_a_time(stripes, stripe_bytes, threads);
+  const size_t at_a_time = kStreams * rows_at_a_time(stripes, stripe_bytes, threads);
   // asked once: these sizes take divisions, a fifth of all instructions if they are asked of each chunk
   const ChunkBytes whole(tiling, kChunkBlocks), rest(tiling, tiling.blocks % kChunkBlocks);
+  const size_t block_bytes = tiling.block_bytes(), most = tiling.abreast, ahead = most > 1 ? kAhead : kAheadOfEach;
   float* const out = product.out;
   for_visits((stripes + at_a_time - 1) / at_a_time, product.weights * product.cols, threads, [&](size_t visit) {
     StripeSums sums[kStreams];
     const size_t first = visit * at_a_time, end = std::min(first + at_a_time, stripes);
-    const size_t apart = (end - first + streams - 1) / streams;
-    for (size_t i = 0; i < apart; ++i) {
+    const size_t turns = (end - first + kStreams - 1) / kStreams, apart = most > 1 ? 1 : turns;
+    for (size_t i = 0; i < turns; ++i) {
+      const size_t start = first + i * most, abreast = std::min(most, end - start);
       const uint8_t* chunk[kStreams];
-      for (size_t k = 0; k < streams; ++k) {  // if no stripe is left, the last one is read again
-        chunk[k] = product.tiles + std::min(first + k * apart + i, end - 1) * stripe_bytes;
+      size_t place[kStreams];                  // among those abreast
+      for (size_t k = 0; k < kStreams; ++k) {  // if no stripe is left, the last one is read again
+        const size_t stripe = std::min(start + k * apart, end - 1);
+        place[k] = stripe % most;
+        chunk[k] = product.tiles + (stripe - place[k]) * stripe_bytes;
         std::fill_n(sums[k].total, kStripe, 0.0f);
+        sums[k].step = abreast * block_bytes;
       }
       for (size_t block = 0; block < tiling.blocks; block += kChunkBlocks) {
         const ChunkBytes& here = tiling.blocks - block >= kChunkBlocks ? whole : rest;
-        for (size_t k = 0; k < streams; ++k) {
-          for (size_t line = 0; line < here.header; line += 64) __builtin_prefetch(chunk[k] + kAhead + line);
-          if (of.expands) of.expand(tiling, chunk[k], here.blocks, sums[k].scale[0], sums[k].offset[0], kStripe);
-          sums[k].header = chunk[k];
-          sums[k].codes = chunk[k] + here.header;
-          chunk[k] += here.all;
+        for (size_t k = 0; k < kStreams; ++k) {
+          sums[k].header = chunk[k] + place[k] * here.header;
+          sums[k].codes = chunk[k] + abreast * here.header + place[k] * block_bytes;
+          chunk[k] += abreast * here.all;
+          for (size_t line = 0; line < here.header; line += 64) __builtin_prefetch(sums[k].header + ahead + line);
+          if (of.expands) of.expand(tiling, sums[k].header, here.blocks, sums[k].scale[0], sums[k].offset[0], kStripe);
         }
         of.dot(tiling, sums, here.blocks, x, block);
       }
-      for (size_t k = 0; k < streams && first + k * apart + i < end; ++k) {
-        const size_t row_of = (first + k * apart + i) * kStripe, count = std::min(kStripe, product.weights - row_of);
+      for (size_t k = 0; k < kStreams && start + k * apart < end; ++k) {
+        const size_t row_of = (start + k * apart) * kStripe, count = std::min(kStripe, product.weights - row_of);
         for (size_t w = 0; w < count; ++w)
           out[row_of + w] = product.bias ? sums[k].total[w] + product.bias[row_of + w] : sums[k].total[w];
       }

@@ -10,9 +10,10 @@ using namespace avx2;
 
 // AVX2's panels hold 8-bit codes as signed bytes.
 template <int kBits, int kByteBits>
-FEWBITS_AVX2 void unpack(const Tiling& tiling, const uint8_t* codes, size_t blocks, size_t lane, uint8_t (*into)[kPanelRows][4]) {
+FEWBITS_AVX2 void unpack(const Tiling& tiling, const uint8_t* codes, size_t step, size_t blocks, size_t lane,
+                         uint8_t (*into)[kPanelRows][4]) {
   const __m256i levels_x32 = levels_of<kByteBits == 8>(tiling.bytes);
-  for (size_t b = 0; b < blocks; ++b, codes += 64 * kBits) {
+  for (size_t b = 0; b < blocks; ++b, codes += step) {
     for (int line = 0; line < kBits; ++line) _mm_prefetch(reinterpret_cast<const char*>(codes) + kAhead + 64 * line, _MM_HINT_T0);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
@@ -124,7 +125,6 @@ void multiply_by(TileFunctions& of) {
     of.dot = dot_nested<Of>;
   else
     of.dot = dot<Of>;
-  of.streams = Of::kReads;
 }
 
 template <int kBits, int kByteBits = kBits>
