@@ -45,6 +45,7 @@ constexpr size_t kPanelBlocks = kPanelColumns / 32;
 // Activations in the order in which the micro-kernels read them: panel by panel of columns, tiles of a few rows.
 struct Tiles {
   size_t rows = 0, blocks = 0, units = 0, rows_each = 0;
+  bool pairs = false;
   std::vector<int8_t> q;
   std::vector<float> scale, sums;
   std::vector<int32_t> zeros;
@@ -60,9 +61,10 @@ struct Tiles {
     return {rows_of(first), &q[32 * here], &scale[here], &zeros[units * here], &sums[units * here]};
   }
 
-  void fill(const Rows& from, size_t count, size_t most, const ByteTraits& bytes, int threads) {
-    const size_t tiles = (count + most - 1) / most;
+  void fill(const Rows& from, size_t count, const MicroKernel& micro, const ByteTraits& bytes, int threads) {
+    const size_t tiles = (count + micro.rows - 1) / micro.rows;
     rows = count;
+    pairs = micro.pairs;
     blocks = from.blocks;
     units = bytes.by_16 ? 2 : 1;
     rows_each = (count + tiles - 1) / tiles;  // as equal as possible
@@ -80,12 +82,23 @@ struct Tiles {
   }
 
  private:
+  // `by` times the sums of the first two and of the last two columns of each step, in 16 bits.
+  static int32_t pairs_of(const int8_t* q, size_t steps, int by) {
+    int first = 0, last = 0;
+    for (size_t step = 0; step < steps; ++step, q += 4) {
+      first += q[0] + q[1];
+      last += q[2] + q[3];
+    }
+    return static_cast<int32_t>(static_cast<uint32_t>(by * first & 0xffff) | static_cast<uint32_t>(by * last) << 16);
+  }
+
   void take(const Rows& from, size_t block, size_t into, size_t n, size_t r, int zero) {
     for (size_t step = 0; step < 8; ++step) std::memcpy(&q[32 * into + (step * n + r) * 4], &from.q[32 * block + 4 * step], 4);
     scale[into + r] = from.scale[block];
     for (size_t unit = 0; unit < units; ++unit) {
       const int32_t sum = units == 2 ? from.sums[2 * block + unit] : from.sums[2 * block] + from.sums[2 * block + 1];
-      zeros[units * into + unit * n + r] = -zero * sum;
+      zeros[units * into + unit * n + r] =
+          pairs ? pairs_of(&from.q[32 * block + 16 * unit], units == 2 ? 4 : 8, -zero) : -zero * sum;
       sums[units * into + unit * n + r] = from.scale[block] * static_cast<float>(sum);
     }
   }
@@ -162,7 +175,7 @@ void multiply_panels(const Product& product, const Rows& rows, int threads) {
   Tiles& tiles = tiles_of_thread;
   const ByteTraits& bytes = product.kernel.of.bytes;
   const MicroKernel micro = find_micro_kernel(product.kernel.isa, bytes);
-  tiles.fill(rows, product.rows, micro.rows, bytes, threads);
+  tiles.fill(rows, product.rows, micro, bytes, threads);
   const size_t visits = (product.weights + kPanelRows - 1) / kPanelRows;
   const Tiling tiling(product.kernel, product.cols);
   const TileFunctions tiled = product.tiles ? find_tiles(product.kernel.isa, bytes) : TileFunctions{};
