@@ -112,7 +112,11 @@ void fill_from_tiles(const Product& product, const Tiling& tiling, const TileFun
     for (size_t b = 0; b < blocks; b += kChunkBlocks) {
       const Place place = tiling.place(std::min((first + lane) / kStripe, stripes - 1), stripes, (block + b) / kChunkBlocks);
       const size_t count = std::min(kChunkBlocks, blocks - b), unit = tiling.units(b);
-      tiles.expand(tiling, product.tiles + place.header, count, panel.scale[unit] + lane, panel.offset[unit] + lane, kPanelRows);
+      const uint8_t* const header = product.tiles + place.header;
+      if (tiles.expand_integers)
+        tiles.expand_integers(tiling, header, count, panel, unit, lane);
+      else
+        tiles.expand(tiling, header, count, panel.scale[unit] + lane, panel.offset[unit] + lane, kPanelRows);
       tiles.unpack(tiling, product.tiles + place.codes, place.step, count, lane, panel.bytes + 8 * b);
     }
 }
@@ -174,11 +178,11 @@ void multiply_panels(const Product& product, const Rows& rows, int threads) {
   thread_local Tiles tiles_of_thread;
   Tiles& tiles = tiles_of_thread;
   const ByteTraits& bytes = product.kernel.of.bytes;
-  const MicroKernel micro = find_micro_kernel(product.kernel.isa, bytes);
+  const TileFunctions tiled = product.tiles ? find_tiles(product.kernel.isa, bytes) : TileFunctions{};
+  const MicroKernel micro = find_micro_kernel(product.kernel.isa, bytes, tiled.expand_integers);
   tiles.fill(rows, product.rows, micro, bytes, threads);
   const size_t visits = (product.weights + kPanelRows - 1) / kPanelRows;
   const Tiling tiling(product.kernel, product.cols);
-  const TileFunctions tiled = product.tiles ? find_tiles(product.kernel.isa, bytes) : TileFunctions{};
   for_visits(visits, product.rows * product.weights * product.cols, threads, [&](size_t visit) {
     thread_local const std::unique_ptr<Panel> panel = std::make_unique<Panel>();
     thread_local std::vector<float> sums;  // rows of the product are pages apart: they are summed here, and written once

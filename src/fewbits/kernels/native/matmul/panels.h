@@ -24,9 +24,10 @@ struct MicroKernel {
   bool pairs = false;  // the zeros it takes are two numbers of 16 bits
 };
 
-MicroKernel find_micro_kernel(const char* isa, const ByteTraits& bytes);
+// `integers`: the panel has integer scales.
+MicroKernel find_micro_kernel(const char* isa, const ByteTraits& bytes, bool integers);
 #if defined(__x86_64__)
-MicroKernel micro_kernel_avx2(const ByteTraits& bytes);
+MicroKernel micro_kernel_avx2(const ByteTraits& bytes, bool integers);
 MicroKernel micro_kernel_avxvnni(const ByteTraits& bytes);
 MicroKernel micro_kernel_avx512(const ByteTraits& bytes);
 #elif defined(__aarch64__)

@@ -6,7 +6,8 @@
 //
 // Less its zero a code is half as large, so that twice as many products fit, if sums begin with what is owed for the zeros:
 // whether they overflow on the way does not matter, only that the whole fits. 16 columns of 6-bit codes and 32 of 5-bit ones are
-// then widened once.
+// then widened once. Where 16 columns have an integer scale, it multiplies their sums when these are widened, and floats are made
+// of 32 columns: two such sums are at most 4 * 32,512 * 128, below 2^24, and the floats exact.
 #include <algorithm>
 
 #include "matmul/panels.h"
@@ -124,6 +125,75 @@ void multiply_rows(const Panel& panel, const ByteTraits&, const ActivationTile& 
   return multiply_lanes<1, kBits, kBy16, kOffsets, kOwed>(panel, x, blocks, add, out);
 }
 
+// 16 columns under an integer scale, sums that begin with what is owed for the zero.
+template <int kRows>
+FEWBITS_AVX2 void multiply_integers(const Panel& panel, const ActivationTile& x, size_t blocks, size_t lane, bool add,
+                                    float* out) {
+  __m256 total_f32x8[kRows][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < 2; ++v) total_f32x8[r][v] = add ? _mm256_loadu_ps(out + r * kPanelRows + 8 * v) : _mm256_setzero_ps();
+  for (size_t first = 0; first < blocks; first += 8) {  // columns under one scale of scales
+    __m256 scaled_f32x8[kRows][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) scaled_f32x8[r][0] = scaled_f32x8[r][1] = _mm256_setzero_ps();
+    for (size_t b = first; b < std::min(first + 8, blocks); ++b) {
+      __m256i sum_i32x8[kRows][2];
+#pragma GCC unroll 2
+      for (size_t unit = 0; unit < 2; ++unit) {
+        __m256i sum_i16x16[kRows][2];
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r)
+          sum_i16x16[r][0] = sum_i16x16[r][1] = _mm256_set1_epi32(x.zeros[(2 * b + unit) * kRows + r]);
+#pragma GCC unroll 4
+        for (size_t j = 0; j < 4; ++j) {
+          const size_t step = 8 * b + 4 * unit + j;
+          const __m256i first_u8x32 = _mm256_load_si256(reinterpret_cast<const __m256i*>(panel.bytes[step][lane]));
+          const __m256i second_u8x32 = _mm256_load_si256(reinterpret_cast<const __m256i*>(panel.bytes[step][lane + 8]));
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            int32_t four;
+            std::memcpy(&four, x.q + (step * kRows + r) * 4, 4);
+            const __m256i x_i8x32 = _mm256_set1_epi32(four);
+            sum_i16x16[r][0] = now(_mm256_add_epi16(sum_i16x16[r][0], _mm256_maddubs_epi16(first_u8x32, x_i8x32)));
+            sum_i16x16[r][1] = now(_mm256_add_epi16(sum_i16x16[r][1], _mm256_maddubs_epi16(second_u8x32, x_i8x32)));
+          }
+        }
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const __m256i by_i16x16 = _mm256_load_si256(reinterpret_cast<const __m256i*>(&panel.sub[2 * b + unit][lane + 8 * v]));
+#pragma GCC unroll 4
+          for (int r = 0; r < kRows; ++r) {
+            const __m256i wide_i32x8 = _mm256_madd_epi16(sum_i16x16[r][v], by_i16x16);
+            sum_i32x8[r][v] = unit ? _mm256_add_epi32(sum_i32x8[r][v], wide_i32x8) : wide_i32x8;
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const __m256 scale_f32x8 = _mm256_set1_ps(x.scale[b * kRows + r]);
+        for (int v = 0; v < 2; ++v)
+          scaled_f32x8[r][v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum_i32x8[r][v]), scale_f32x8, scaled_f32x8[r][v]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      const __m256 d_f32x8 = _mm256_load_ps(&panel.d[first / 8][lane + 8 * v]);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) total_f32x8[r][v] = _mm256_fmadd_ps(scaled_f32x8[r][v], d_f32x8, total_f32x8[r][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < 2; ++v) _mm256_storeu_ps(out + r * kPanelRows + 8 * v, total_f32x8[r][v]);
+}
+
+void multiply_integer_rows(const Panel& panel, const ByteTraits&, const ActivationTile& x, size_t blocks, bool add, float* out) {
+  constexpr decltype(&multiply_integers<1>) kOf[] = {multiply_integers<1>, multiply_integers<2>, multiply_integers<3>,
+                                                     multiply_integers<4>};
+  for (size_t lane = 0; lane < kPanelRows; lane += 16) kOf[x.rows - 1](panel, x, blocks, lane, add, out + lane);
+}
+
 template <int kBits>
 MicroKernel of_bits(const ByteTraits& bytes) {
   if constexpr (kBits == 5 || kBits == 6)
@@ -137,7 +207,8 @@ MicroKernel of_bits(const ByteTraits& bytes) {
 
 }  // namespace
 
-MicroKernel micro_kernel_avx2(const ByteTraits& bytes) {
+MicroKernel micro_kernel_avx2(const ByteTraits& bytes, bool integers) {
+  if (integers) return {multiply_integer_rows, 4, true};
   if (bytes.bits <= 4) return of_bits<4>(bytes);
   return bytes.bits == 5   ? of_bits<5>(bytes)
          : bytes.bits == 6 ? of_bits<6>(bytes)

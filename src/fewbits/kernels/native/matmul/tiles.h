@@ -102,6 +102,8 @@ constexpr size_t kAhead = 8192, kAheadOfEach = kAhead / kStreams;
 
 // scale, offset: [unit][stride], of which 16 floats are written.
 using ExpandScales = void (*)(const Tiling&, const uint8_t* chunk, size_t blocks, float* scale, float* offset, size_t stride);
+// The panel's integer scales, from `unit` and `lane` on.
+using ExpandIntegers = void (*)(const Tiling&, const uint8_t* chunk, size_t blocks, Panel& panel, size_t unit, size_t lane);
 // into[step][lane + row][column]: bytes in the order of a panel.
 using UnpackSteps = void (*)(const Tiling&, const uint8_t* codes, size_t step, size_t blocks, size_t lane,
                              uint8_t (*into)[kPanelRows][4]);
@@ -120,7 +122,8 @@ struct TileFunctions {
   ExpandScales expand = nullptr;
   UnpackSteps unpack = nullptr;
   DotStripes dot = nullptr;
-  bool expands = true;  // false: `dot` reads the scales from the tiles itself
+  bool expands = true;                       // false: `dot` reads the scales from the tiles itself
+  ExpandIntegers expand_integers = nullptr;  // if panels are multiplied by integer scales
 };
 
 // All null if this instruction set has no kernels for tiles: weights are then read in their stored layout.

@@ -94,6 +94,29 @@ FEWBITS_AVX2 void expand_nested(const Tiling& tiling, const uint8_t* chunk, size
   }
 }
 
+// Integers without minima, of 16 columns each.
+FEWBITS_AVX2 void expand_integers(const Tiling& tiling, const uint8_t* chunk, size_t blocks, Panel& panel, size_t unit,
+                                  size_t lane) {
+  const size_t units = tiling.units(blocks);
+  const uint8_t* integers = chunk + 2 * kStripe;
+  store(&panel.d[unit / (2 * kChunkBlocks)][lane], halves_at(chunk));
+  alignas(32) uint8_t six[2 * kChunkBlocks * kStripe];
+  if (tiling.bytes.scales == Scales::kSixBits) {
+    bytes_of_six<true>(integers, units, tiling.bytes.sub_zero, six);
+    integers = six;
+  }
+  const __m256i twice_u8x32 = _mm256_setr_epi8(0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7,  //
+                                               0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7);
+  for (size_t i = 0; i < units; ++i) {
+    const __m256i words_i16x16 = _mm256_cvtepi8_epi16(load_16(integers + kStripe * i));
+    const __m256i first_i16x16 = _mm256_permute4x64_epi64(words_i16x16, 0x10),
+                  last_i16x16 = _mm256_permute4x64_epi64(words_i16x16, 0x32);
+    auto* const into = reinterpret_cast<__m256i*>(&panel.sub[unit + i][lane]);
+    _mm256_storeu_si256(into, _mm256_shuffle_epi8(first_i16x16, twice_u8x32));
+    _mm256_storeu_si256(into + 1, _mm256_shuffle_epi8(last_i16x16, twice_u8x32));
+  }
+}
+
 FEWBITS_AVX2 void expand_plain(const Tiling& tiling, const uint8_t* chunk, size_t blocks, float* scale, float* offset,
                                size_t stride) {
   const ByteTraits& bytes = tiling.bytes;
@@ -141,11 +164,17 @@ TileFunctions of_bits(const ByteTraits& bytes) {
   if constexpr (kBits == 2)
     if (is(Scales::kFourBits, true, true)) multiply_by<Kind<2, 2, true, true, From::kFourBits>>(of);
   if constexpr (kBits == 3)
-    if (is(Scales::kSixBits, true, false)) multiply_by<Kind<3, 3, true, false, From::kSixBits>>(of);
+    if (is(Scales::kSixBits, true, false)) {
+      multiply_by<Kind<3, 3, true, false, From::kSixBits>>(of);
+      of.expand_integers = expand_integers;
+    }
   if constexpr (kPlain && (kBits == 4 || kBits == 5))
     if (is(Scales::kSixBits, false, true)) multiply_by<Kind<kBits, kBits, false, true, From::kSixBits>>(of);
   if constexpr (kBits == 6)
-    if (is(Scales::kEightBits, true, false)) multiply_by<Kind<6, 6, true, false, From::kEightBits>>(of);
+    if (is(Scales::kEightBits, true, false)) {
+      multiply_by<Kind<6, 6, true, false, From::kEightBits>>(of);
+      of.expand_integers = expand_integers;
+    }
   if (of.dot) return of;
   of.expands = true;
   if (bytes.by_16)
