@@ -56,6 +56,9 @@ struct Panel {
   alignas(64) uint8_t bytes[kPanelColumns / 4][kPanelRows][4];
   alignas(64) float scale[kPanelColumns / 16][kPanelRows];   // per 32 columns, or per 16
   alignas(64) float offset[kPanelColumns / 16][kPanelRows];  // like the scales
+  // or, for kernels that multiply by integer scales: these twice in 16 bits each, and the scale of the scales per 256 columns
+  alignas(64) uint32_t sub[kPanelColumns / 16][kPanelRows];
+  alignas(64) float d[kPanelColumns / 256][kPanelRows];
 };
 using PanelRows = const std::array<const uint8_t*, kMaxFields>*;  // kPanelRows of them
 

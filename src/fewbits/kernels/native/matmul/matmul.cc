@@ -45,6 +45,7 @@ constexpr size_t kPanelBlocks = kPanelColumns / 32;
 // Activations in the order in which the micro-kernels read them: panel by panel of columns, tiles of a few rows.
 struct Tiles {
   size_t rows = 0, blocks = 0, units = 0, rows_each = 0;
+  bool pairs = false;
   std::vector<int8_t> q;
   std::vector<float> scale, sums;
   std::vector<int32_t> zeros;
@@ -60,9 +61,10 @@ struct Tiles {
     return {rows_of(first), &q[32 * here], &scale[here], &zeros[units * here], &sums[units * here]};
   }
 
-  void fill(const Rows& from, size_t count, size_t most, const ByteTraits& bytes, int threads) {
-    const size_t tiles = (count + most - 1) / most;
+  void fill(const Rows& from, size_t count, const MicroKernel& micro, const ByteTraits& bytes, int threads) {
+    const size_t tiles = (count + micro.rows - 1) / micro.rows;
     rows = count;
+    pairs = micro.pairs;
     blocks = from.blocks;
     units = bytes.by_16 ? 2 : 1;
     rows_each = (count + tiles - 1) / tiles;  // as equal as possible
@@ -80,12 +82,23 @@ struct Tiles {
   }
 
  private:
+  // `by` times the sums of the first two and of the last two columns of each step, in 16 bits.
+  static int32_t pairs_of(const int8_t* q, size_t steps, int by) {
+    int first = 0, last = 0;
+    for (size_t step = 0; step < steps; ++step, q += 4) {
+      first += q[0] + q[1];
+      last += q[2] + q[3];
+    }
+    return static_cast<int32_t>(static_cast<uint32_t>(by * first & 0xffff) | static_cast<uint32_t>(by * last) << 16);
+  }
+
   void take(const Rows& from, size_t block, size_t into, size_t n, size_t r, int zero) {
     for (size_t step = 0; step < 8; ++step) std::memcpy(&q[32 * into + (step * n + r) * 4], &from.q[32 * block + 4 * step], 4);
     scale[into + r] = from.scale[block];
     for (size_t unit = 0; unit < units; ++unit) {
       const int32_t sum = units == 2 ? from.sums[2 * block + unit] : from.sums[2 * block] + from.sums[2 * block + 1];
-      zeros[units * into + unit * n + r] = -zero * sum;
+      zeros[units * into + unit * n + r] =
+          pairs ? pairs_of(&from.q[32 * block + 16 * unit], units == 2 ? 4 : 8, -zero) : -zero * sum;
       sums[units * into + unit * n + r] = from.scale[block] * static_cast<float>(sum);
     }
   }
@@ -94,17 +107,18 @@ struct Tiles {
 // Rows of a panel from tiles: two stripes side by side, or the last one twice.
 void fill_from_tiles(const Product& product, const Tiling& tiling, const TileFunctions& tiles, size_t first, size_t block,
                      size_t blocks, Panel& panel) {
-  const size_t stripe_bytes = tiling.stripe_bytes(), last = tiling.stripes(product.weights) - 1;
-  for (size_t lane = 0; lane < kPanelRows; lane += kStripe) {
-    const uint8_t* chunk = product.tiles + std::min((first + lane) / kStripe, last) * stripe_bytes +
-                           block / kChunkBlocks * tiling.chunk_bytes(kChunkBlocks);
+  const size_t stripes = tiling.stripes(product.weights);
+  for (size_t lane = 0; lane < kPanelRows; lane += kStripe)
     for (size_t b = 0; b < blocks; b += kChunkBlocks) {
+      const Place place = tiling.place(std::min((first + lane) / kStripe, stripes - 1), stripes, (block + b) / kChunkBlocks);
       const size_t count = std::min(kChunkBlocks, blocks - b), unit = tiling.units(b);
-      tiles.expand(tiling, chunk, count, panel.scale[unit] + lane, panel.offset[unit] + lane, kPanelRows);
-      tiles.unpack(tiling, chunk + tiling.header_bytes(count), count, lane, panel.bytes + 8 * b);
-      chunk += tiling.chunk_bytes(count);
+      const uint8_t* const header = product.tiles + place.header;
+      if (tiles.expand_integers)
+        tiles.expand_integers(tiling, header, count, panel, unit, lane);
+      else
+        tiles.expand(tiling, header, count, panel.scale[unit] + lane, panel.offset[unit] + lane, kPanelRows);
+      tiles.unpack(tiling, product.tiles + place.codes, place.step, count, lane, panel.bytes + 8 * b);
     }
-  }
 }
 
 struct ChunkBytes {
@@ -114,38 +128,45 @@ struct ChunkBytes {
       : blocks(blocks), header(tiling.header_bytes(blocks)), all(tiling.chunk_bytes(blocks)) {}
 };
 
-// One row of activations. Weights are read in several places at once, which is faster than in one.
+// One row of activations, with four stripes at a time: those abreast, or else four far apart, which are read in as many places at
+// once.
 void stream_stripes(const Product& product, const ActivationRow& x, int threads) {
   const Tiling tiling(product.kernel, product.cols);
   const TileFunctions of = find_tiles(product.kernel.isa, tiling.bytes);
   const size_t stripes = tiling.stripes(product.weights), stripe_bytes = tiling.stripe_bytes();
-  const size_t streams = of.streams, at_a_time = streams * rows_at_a_time(stripes, stripe_bytes, threads);
+  const size_t at_a_time = kStreams * rows_at_a_time(stripes, stripe_bytes, threads);
   // asked once: these sizes take divisions, a fifth of all instructions if they are asked of each chunk
   const ChunkBytes whole(tiling, kChunkBlocks), rest(tiling, tiling.blocks % kChunkBlocks);
+  const size_t block_bytes = tiling.block_bytes(), most = tiling.abreast, ahead = most > 1 ? kAhead : kAheadOfEach;
   float* const out = product.out;
   for_visits((stripes + at_a_time - 1) / at_a_time, product.weights * product.cols, threads, [&](size_t visit) {
     StripeSums sums[kStreams];
     const size_t first = visit * at_a_time, end = std::min(first + at_a_time, stripes);
-    const size_t apart = (end - first + streams - 1) / streams;
-    for (size_t i = 0; i < apart; ++i) {
+    const size_t turns = (end - first + kStreams - 1) / kStreams, apart = most > 1 ? 1 : turns;
+    for (size_t i = 0; i < turns; ++i) {
+      const size_t start = first + i * most, abreast = std::min(most, end - start);
       const uint8_t* chunk[kStreams];
-      for (size_t k = 0; k < streams; ++k) {  // if no stripe is left, the last one is read again
-        chunk[k] = product.tiles + std::min(first + k * apart + i, end - 1) * stripe_bytes;
+      size_t place[kStreams];                  // among those abreast
+      for (size_t k = 0; k < kStreams; ++k) {  // if no stripe is left, the last one is read again
+        const size_t stripe = std::min(start + k * apart, end - 1);
+        place[k] = stripe % most;
+        chunk[k] = product.tiles + (stripe - place[k]) * stripe_bytes;
         std::fill_n(sums[k].total, kStripe, 0.0f);
+        sums[k].step = abreast * block_bytes;
       }
       for (size_t block = 0; block < tiling.blocks; block += kChunkBlocks) {
         const ChunkBytes& here = tiling.blocks - block >= kChunkBlocks ? whole : rest;
-        for (size_t k = 0; k < streams; ++k) {
-          for (size_t line = 0; line < here.header; line += 64) __builtin_prefetch(chunk[k] + kAhead + line);
-          if (of.expands) of.expand(tiling, chunk[k], here.blocks, sums[k].scale[0], sums[k].offset[0], kStripe);
-          sums[k].header = chunk[k];
-          sums[k].codes = chunk[k] + here.header;
-          chunk[k] += here.all;
+        for (size_t k = 0; k < kStreams; ++k) {
+          sums[k].header = chunk[k] + place[k] * here.header;
+          sums[k].codes = chunk[k] + abreast * here.header + place[k] * block_bytes;
+          chunk[k] += abreast * here.all;
+          for (size_t line = 0; line < here.header; line += 64) __builtin_prefetch(sums[k].header + ahead + line);
+          if (of.expands) of.expand(tiling, sums[k].header, here.blocks, sums[k].scale[0], sums[k].offset[0], kStripe);
         }
         of.dot(tiling, sums, here.blocks, x, block);
       }
-      for (size_t k = 0; k < streams && first + k * apart + i < end; ++k) {
-        const size_t row_of = (first + k * apart + i) * kStripe, count = std::min(kStripe, product.weights - row_of);
+      for (size_t k = 0; k < kStreams && start + k * apart < end; ++k) {
+        const size_t row_of = (start + k * apart) * kStripe, count = std::min(kStripe, product.weights - row_of);
         for (size_t w = 0; w < count; ++w)
           out[row_of + w] = product.bias ? sums[k].total[w] + product.bias[row_of + w] : sums[k].total[w];
       }
@@ -157,11 +178,11 @@ void multiply_panels(const Product& product, const Rows& rows, int threads) {
   thread_local Tiles tiles_of_thread;
   Tiles& tiles = tiles_of_thread;
   const ByteTraits& bytes = product.kernel.of.bytes;
-  const MicroKernel micro = find_micro_kernel(product.kernel.isa, bytes);
-  tiles.fill(rows, product.rows, micro.rows, bytes, threads);
+  const TileFunctions tiled = product.tiles ? find_tiles(product.kernel.isa, bytes) : TileFunctions{};
+  const MicroKernel micro = find_micro_kernel(product.kernel.isa, bytes, tiled.expand_integers);
+  tiles.fill(rows, product.rows, micro, bytes, threads);
   const size_t visits = (product.weights + kPanelRows - 1) / kPanelRows;
   const Tiling tiling(product.kernel, product.cols);
-  const TileFunctions tiled = product.tiles ? find_tiles(product.kernel.isa, bytes) : TileFunctions{};
   for_visits(visits, product.rows * product.weights * product.cols, threads, [&](size_t visit) {
     thread_local const std::unique_ptr<Panel> panel = std::make_unique<Panel>();
     thread_local std::vector<float> sums;  // rows of the product are pages apart: they are summed here, and written once

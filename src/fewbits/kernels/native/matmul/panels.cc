@@ -28,11 +28,11 @@ void multiply(const Panel& panel, const ByteTraits& bytes, const ActivationTile&
 
 }  // namespace
 
-MicroKernel find_micro_kernel(const char* isa, [[maybe_unused]] const ByteTraits& bytes) {
+MicroKernel find_micro_kernel(const char* isa, [[maybe_unused]] const ByteTraits& bytes, [[maybe_unused]] bool integers) {
 #if defined(__x86_64__)
   if (!std::strcmp(isa, "avx512")) return micro_kernel_avx512(bytes);
   if (!std::strcmp(isa, "avxvnni")) return micro_kernel_avxvnni(bytes);
-  if (!std::strcmp(isa, "avx2")) return micro_kernel_avx2(bytes);
+  if (!std::strcmp(isa, "avx2")) return micro_kernel_avx2(bytes, integers);
 #elif defined(__aarch64__)
   if (!std::strcmp(isa, "neon")) return micro_kernel_neon(bytes);
 #endif

@@ -11,7 +11,7 @@ struct ActivationTile {
   size_t rows;
   const int8_t* q;       // [block][4 columns][row][column]
   const float* scale;    // [block][row]
-  const int32_t* zeros;  // [block][unit][row]: -zero * the sum of q
+  const int32_t* zeros;  // [block][unit][row]: -zero * the sum of q; or of its first two columns in four, and of its last two
   const float* sums;     // [block][unit][row]: scale * the sum of q
 };
 
@@ -20,12 +20,14 @@ using MultiplyPanel = void (*)(const Panel&, const ByteTraits&, const Activation
 
 struct MicroKernel {
   MultiplyPanel multiply;
-  size_t rows;  // at most, of a tile
+  size_t rows;         // at most, of a tile
+  bool pairs = false;  // the zeros it takes are two numbers of 16 bits
 };
 
-MicroKernel find_micro_kernel(const char* isa, const ByteTraits& bytes);
+// `integers`: the panel has integer scales.
+MicroKernel find_micro_kernel(const char* isa, const ByteTraits& bytes, bool integers);
 #if defined(__x86_64__)
-MicroKernel micro_kernel_avx2(const ByteTraits& bytes);
+MicroKernel micro_kernel_avx2(const ByteTraits& bytes, bool integers);
 MicroKernel micro_kernel_avxvnni(const ByteTraits& bytes);
 MicroKernel micro_kernel_avx512(const ByteTraits& bytes);
 #elif defined(__aarch64__)

@@ -36,35 +36,39 @@ struct Stripe {
   size_t lane, block;  // where it begins in the panel
 };
 
-// A plane of `kBits` bits, from bit `from` of the codes.
-template <int kBits>
-uint8_t* write_plane(const uint8_t codes[8][64], int from, uint8_t* into) {
-  constexpr size_t kRegisters = kBits;  // of 64 bytes, per eight steps
-  for (size_t step = 0; step < 8; ++step) {
-    const size_t shift = step / kRegisters * kBits;
-    uint8_t* const at = into + 64 * (step % kRegisters);
-    for (size_t i = 0; i < 64; ++i) {
-      const uint8_t bits = static_cast<uint8_t>((codes[step][i] >> from & ((1 << kBits) - 1)) << shift);
-      at[i] = static_cast<uint8_t>(shift ? at[i] | bits : bits);
-    }
+Pieces pieces_of_bits(int bits) {
+  switch (bits) {
+    case 1:
+      return pieces_of<1>();
+    case 2:
+      return pieces_of<2>();
+    case 3:
+      return pieces_of<3>();
+    case 4:
+      return pieces_of<4>();
+    case 5:
+      return pieces_of<5>();
+    case 6:
+      return pieces_of<6>();
+    default:
+      return pieces_of<8>();
   }
-  return into + 64 * kRegisters;
 }
 
-void write_codes(const Tiling& tiling, const uint8_t* code_of, const Stripe& stripe, size_t blocks, uint8_t* into) {
+void write_codes(const Tiling& tiling, const uint8_t* code_of, const Stripe& stripe, size_t blocks, uint8_t* into, size_t apart) {
+  const Pieces pieces = pieces_of_bits(tiling.bits());
   uint8_t codes[8][64];
-  for (size_t b = 0; b < blocks; ++b) {
+  for (size_t b = 0; b < blocks; ++b, into += apart) {
     for (size_t step = 0; step < 8; ++step) {
       const auto* const rows = stripe.panel.bytes[8 * (stripe.block + b) + step] + stripe.lane;
       for (size_t i = 0; i < 64; ++i) codes[step][i] = code_of[rows[i / 4][i % 4]];
     }
-    const int bits = tiling.bits();
-    if (bits == 8) into = write_plane<8>(codes, 0, into);
-    if (bits >= 4 && bits < 8) into = write_plane<4>(codes, 0, into);
-    if (bits == 2 || bits == 3) into = write_plane<2>(codes, 0, into);
-    if (bits == 6) into = write_plane<2>(codes, 4, into);
-    if (bits == 1) into = write_plane<1>(codes, 0, into);
-    if (bits == 3 || bits == 5) into = write_plane<1>(codes, bits - 1, into);
+    std::memset(into, 0, tiling.block_bytes());
+    for (size_t step = 0; step < 8; ++step)
+      for (const Piece& piece : pieces[step])
+        for (size_t i = 0; i < 64 && piece.count; ++i)
+          into[64 * piece.line + i] |=
+              static_cast<uint8_t>((codes[step][i] >> piece.to & ((1 << piece.count) - 1)) << piece.from);
   }
 }
 
@@ -143,7 +147,15 @@ bool write_plain(const Tiling& tiling, const Stripe& stripe, size_t blocks, uint
 Tiling::Tiling(const Kernel& kernel, size_t cols)
     : bytes(kernel.of.bytes),
       blocks((cols + 31) / 32),
-      run(kernel.layout.reach > 3 ? kChunk : std::min(kChunk, bytes.run << kernel.layout.reach)) {}
+      run(kernel.layout.reach > 3 ? kChunk : std::min(kChunk, bytes.run << kernel.layout.reach)),
+      abreast(bytes.codebook || std::strcmp(kernel.isa, "avx2") ? 1 : kStreams) {}
+
+Place Tiling::place(size_t stripe, size_t stripes, size_t chunk) const {
+  const size_t first = stripe / abreast * abreast, count = std::min(abreast, stripes - first);
+  const size_t here = std::min(kChunkBlocks, blocks - chunk * kChunkBlocks), header = header_bytes(here);
+  const size_t start = first * stripe_bytes() + count * chunk * chunk_bytes(kChunkBlocks);
+  return {start + (stripe - first) * header, start + count * header + (stripe - first) * block_bytes(), count * block_bytes()};
+}
 
 size_t Tiling::integer_bytes(size_t blocks) const {
   return units(blocks) * kStripe * (bytes.scales == Scales::kSixBits ? 6 : 8) / 8;
@@ -191,12 +203,11 @@ bool tile(const Kernel& kernel, const PackedWeight& weight, size_t weights, size
     return true;
   }
   const Kernel* const scalar = find_kernel(kernel.layout.format, "scalar");
-  const size_t stripe_bytes = tiling.stripe_bytes(), panels = (weights + kPanelRows - 1) / kPanelRows;
+  const size_t stripes = tiling.stripes(weights), panels = (weights + kPanelRows - 1) / kPanelRows;
   uint8_t code_of[256];
   // AVX2's panels hold 8-bit codes as signed bytes, and so do its tiles
   const size_t above = !std::strcmp(kernel.isa, "avx2") && tiling.bytes.bits == 8 ? tiling.bytes.zero : 0;
   for (size_t i = 0; i < 256; ++i) code_of[i] = static_cast<uint8_t>(i);
-  if (tiling.bytes.doubled) code_of[2] = 1;
   if (tiling.bytes.levels)
     for (size_t i = 16; i-- > 0;) code_of[(tiling.bytes.levels[i] - above) & 255] = static_cast<uint8_t>(i);
   std::atomic<bool> fits = true;
@@ -213,8 +224,8 @@ bool tile(const Kernel& kernel, const PackedWeight& weight, size_t weights, size
         for (size_t lane = 0; lane < kPanelRows && p * kPanelRows + lane < weights; lane += kStripe)
           for (size_t start = 0; start < blocks; start += kChunkBlocks) {
             const size_t count = std::min(kChunkBlocks, blocks - start), chunk = (block + start) / kChunkBlocks;
-            uint8_t* const at =
-                into + (p * kPanelRows + lane) / kStripe * stripe_bytes + chunk * tiling.chunk_bytes(kChunkBlocks);
+            const Place place = tiling.place((p * kPanelRows + lane) / kStripe, stripes, chunk);
+            uint8_t* const at = into + place.header;
             const Stripe stripe{*panel, lane, start};
             if (tiling.nested()) {
               for (size_t row = 0; row < kStripe; ++row)
@@ -223,7 +234,7 @@ bool tile(const Kernel& kernel, const PackedWeight& weight, size_t weights, size
             } else if (!write_plain(tiling, stripe, count, at)) {
               fits = false;
             }
-            write_codes(tiling, code_of, stripe, count, at + tiling.header_bytes(count));
+            write_codes(tiling, code_of, stripe, count, into + place.codes, place.step);
           }
       }
     }

@@ -10,9 +10,10 @@ using namespace avx2;
 
 // AVX2's panels hold 8-bit codes as signed bytes.
 template <int kBits, int kByteBits>
-FEWBITS_AVX2 void unpack(const Tiling& tiling, const uint8_t* codes, size_t blocks, size_t lane, uint8_t (*into)[kPanelRows][4]) {
+FEWBITS_AVX2 void unpack(const Tiling& tiling, const uint8_t* codes, size_t step, size_t blocks, size_t lane,
+                         uint8_t (*into)[kPanelRows][4]) {
   const __m256i levels_x32 = levels_of<kByteBits == 8>(tiling.bytes);
-  for (size_t b = 0; b < blocks; ++b, codes += 64 * kBits) {
+  for (size_t b = 0; b < blocks; ++b, codes += step) {
     for (int line = 0; line < kBits; ++line) _mm_prefetch(reinterpret_cast<const char*>(codes) + kAhead + 64 * line, _MM_HINT_T0);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
@@ -93,6 +94,29 @@ FEWBITS_AVX2 void expand_nested(const Tiling& tiling, const uint8_t* chunk, size
   }
 }
 
+// Integers without minima, of 16 columns each.
+FEWBITS_AVX2 void expand_integers(const Tiling& tiling, const uint8_t* chunk, size_t blocks, Panel& panel, size_t unit,
+                                  size_t lane) {
+  const size_t units = tiling.units(blocks);
+  const uint8_t* integers = chunk + 2 * kStripe;
+  store(&panel.d[unit / (2 * kChunkBlocks)][lane], halves_at(chunk));
+  alignas(32) uint8_t six[2 * kChunkBlocks * kStripe];
+  if (tiling.bytes.scales == Scales::kSixBits) {
+    bytes_of_six<true>(integers, units, tiling.bytes.sub_zero, six);
+    integers = six;
+  }
+  const __m256i twice_u8x32 = _mm256_setr_epi8(0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7,  //
+                                               0, 1, 0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7);
+  for (size_t i = 0; i < units; ++i) {
+    const __m256i words_i16x16 = _mm256_cvtepi8_epi16(load_16(integers + kStripe * i));
+    const __m256i first_i16x16 = _mm256_permute4x64_epi64(words_i16x16, 0x10),
+                  last_i16x16 = _mm256_permute4x64_epi64(words_i16x16, 0x32);
+    auto* const into = reinterpret_cast<__m256i*>(&panel.sub[unit + i][lane]);
+    _mm256_storeu_si256(into, _mm256_shuffle_epi8(first_i16x16, twice_u8x32));
+    _mm256_storeu_si256(into + 1, _mm256_shuffle_epi8(last_i16x16, twice_u8x32));
+  }
+}
+
 FEWBITS_AVX2 void expand_plain(const Tiling& tiling, const uint8_t* chunk, size_t blocks, float* scale, float* offset,
                                size_t stride) {
   const ByteTraits& bytes = tiling.bytes;
@@ -124,7 +148,6 @@ void multiply_by(TileFunctions& of) {
     of.dot = dot_nested<Of>;
   else
     of.dot = dot<Of>;
-  of.streams = Of::kReads;
 }
 
 template <int kBits, int kByteBits = kBits>
@@ -141,11 +164,17 @@ TileFunctions of_bits(const ByteTraits& bytes) {
   if constexpr (kBits == 2)
     if (is(Scales::kFourBits, true, true)) multiply_by<Kind<2, 2, true, true, From::kFourBits>>(of);
   if constexpr (kBits == 3)
-    if (is(Scales::kSixBits, true, false)) multiply_by<Kind<3, 3, true, false, From::kSixBits>>(of);
+    if (is(Scales::kSixBits, true, false)) {
+      multiply_by<Kind<3, 3, true, false, From::kSixBits>>(of);
+      of.expand_integers = expand_integers;
+    }
   if constexpr (kPlain && (kBits == 4 || kBits == 5))
     if (is(Scales::kSixBits, false, true)) multiply_by<Kind<kBits, kBits, false, true, From::kSixBits>>(of);
   if constexpr (kBits == 6)
-    if (is(Scales::kEightBits, true, false)) multiply_by<Kind<6, 6, true, false, From::kEightBits>>(of);
+    if (is(Scales::kEightBits, true, false)) {
+      multiply_by<Kind<6, 6, true, false, From::kEightBits>>(of);
+      of.expand_integers = expand_integers;
+    }
   if (of.dot) return of;
   of.expands = true;
   if (bytes.by_16)

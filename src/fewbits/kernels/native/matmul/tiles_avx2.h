@@ -13,33 +13,23 @@
 #if defined(__x86_64__)
 namespace fewbits::avx2 {
 
-// The steps of a plane of kBits bits, at bit kTo of the bytes.
-template <int kBits, int kTo, bool kAdd>
-FEWBITS_AVX2_INLINE void read_plane(const uint8_t* at, __m256i (&steps)[8]) {
-#pragma GCC unroll 8
-  for (int k = 0; k < 8; ++k) {
-    const __m256i bits_u8x32 = bits_of(load_32(at + 64 * (k % kBits)), k / kBits * kBits, kBits, kTo);
-    steps[k] = kAdd ? _mm256_or_si256(steps[k], bits_u8x32) : bits_u8x32;
-  }
+FEWBITS_AVX2_INLINE __m256i piece_at(const uint8_t* codes, const Piece& piece) {
+  const __m256i line_u8x32 = load_32(codes + 64 * piece.line);
+  return piece.count == 8 ? line_u8x32 : bits_of(line_u8x32, piece.from, piece.count, piece.to);
 }
 
 // 8 rows of a stripe; `at` points to their first bytes.
 template <int kBits, bool kLevels>
 FEWBITS_AVX2_INLINE void read_steps(const uint8_t* at, __m256i levels_x32, __m256i (&steps)[8]) {
-  if constexpr (kBits == 8) {
-    for (int k = 0; k < 8; ++k) steps[k] = load_32(at + 64 * k);
-  } else if constexpr (kBits >= 4) {
-    read_plane<4, 0, false>(at, steps);
-    if constexpr (kBits == 5) read_plane<1, 4, true>(at + 256, steps);
-    if constexpr (kBits == 6) read_plane<2, 4, true>(at + 256, steps);
-  } else if constexpr (kBits == 1) {
-    read_plane<1, 1, false>(at, steps);  // bytes of 0 and 2
-  } else {
-    read_plane<2, 0, false>(at, steps);
-    if constexpr (kBits == 3) read_plane<1, 2, true>(at + 128, steps);
+  static constexpr Pieces kPieces = pieces_of<kBits>();
+#pragma GCC unroll 8
+  for (int k = 0; k < 8; ++k) {
+    const auto& [first, second, third] = kPieces[k];
+    steps[k] = piece_at(at, first);
+    if (second.count) steps[k] = _mm256_or_si256(steps[k], piece_at(at, second));
+    if (third.count) steps[k] = _mm256_or_si256(steps[k], piece_at(at, third));
+    if constexpr (kLevels) steps[k] = _mm256_shuffle_epi8(levels_x32, steps[k]);
   }
-  if constexpr (kLevels)
-    for (int k = 0; k < 8; ++k) steps[k] = _mm256_shuffle_epi8(levels_x32, steps[k]);
 }
 
 // What the codes stand for, signed if that takes 8 bits.
@@ -72,11 +62,12 @@ struct Kind {
   static constexpr bool kBy16 = kBy16Of, kOffsets = kOffsetsOf, kSigned = kByteBits == 8, kLevels = kBits != kByteBits;
   static constexpr bool kNested = kFrom > From::kExponents;
   static constexpr int kUnits = kBy16 ? 2 : 1, kSteps = 8 / kUnits;
-  static constexpr int kChain = std::min(kByteBits <= 4 ? 8 : kByteBits == 5 ? 4 : kByteBits == 6 ? 2 : 1, kSteps);
-  // Two places instead of four, on two cores of a Zen 5 that read 84 GB/s: q4_0 44 -> 60 GB/s, q4_k 44 -> 60, q8_0 35 -> 63,
-  // mxfp4 29 -> 58, iq4_xs 28 -> 52; but iq4_nl 44 -> 34, q5_k 45 -> 35, q6_k 46 -> 35, q3_k 37 -> 31. Why is not known: in the
-  // last cache all are as fast as before, and neither large pages nor other distances of prefetching change it.
-  static constexpr size_t kReads = (kBits == 4 || kBits == 8) && !(kLevels && kFrom == From::kHalves) ? 2 : kStreams;
+  // Products with 6-bit codes less 32 are a quarter of those with the codes: four pairs of them fit 16 bits. So what is owed for
+  // 32 is added first, in the lanes of the products, and it does not matter that a sum overflows before it is complete.
+  static constexpr bool kOwed = kNested && !kOffsets && !kSigned && kBy16;
+  static constexpr int kFits = kByteBits <= 4 ? 8 : kByteBits == 5 ? 4 : kByteBits == 6 ? (kOwed ? 4 : 2) : 1;
+  static constexpr int kChain = std::min(kFits, kSteps);
+  static_assert(!kOwed || kChain == kSteps);
 };
 
 // 32 columns of x, as all stripes multiply them.
@@ -123,12 +114,13 @@ struct Columns {
 // The products of a unit of 8 rows, summed by row and times `by`.
 template <typename Of>
 FEWBITS_AVX2_INLINE __m256i dot_unit(const __m256i (&steps)[8], const Columns<Of>& x, int unit, __m256i by_i16x16) {
-  const bool starts = Of::kSigned || (Of::kNested && Of::kOffsets);  // nothing is owed for a zero
+  const bool starts = Of::kSigned || Of::kOwed || (Of::kNested && Of::kOffsets);  // nothing is owed for a zero, or elsewhere
   __m256i sum_i32x8 = starts ? _mm256_setzero_si256() : x.zeros_i32x8[unit];
-  if constexpr (Of::kNested && !Of::kOffsets && !Of::kSigned) sum_i32x8 = _mm256_madd_epi16(x.owed_i16x16[unit], by_i16x16);
+  if constexpr (Of::kNested && !Of::kOffsets && !Of::kSigned && !Of::kOwed)
+    sum_i32x8 = _mm256_madd_epi16(x.owed_i16x16[unit], by_i16x16);
 #pragma GCC unroll 8
   for (int k = Of::kSteps * unit; k < Of::kSteps * (unit + 1); k += Of::kChain) {
-    __m256i sum_i16x16 = _mm256_setzero_si256();
+    __m256i sum_i16x16 = Of::kOwed ? x.owed_i16x16[unit] : _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int j = k; j < k + Of::kChain; ++j) {
       __m256i w_x32 = steps[j], x_i8x32 = x.four_i8x32[j];
@@ -140,7 +132,7 @@ FEWBITS_AVX2_INLINE __m256i dot_unit(const __m256i (&steps)[8], const Columns<Of
         w_x32 = _mm256_abs_epi8(w_x32);
       }
       const __m256i pairs_i16x16 = _mm256_maddubs_epi16(w_x32, x_i8x32);
-      sum_i16x16 = j == k ? pairs_i16x16 : _mm256_add_epi16(sum_i16x16, pairs_i16x16);
+      sum_i16x16 = j == k && !Of::kOwed ? pairs_i16x16 : _mm256_add_epi16(sum_i16x16, pairs_i16x16);
     }
     const __m256i wide_i32x8 = _mm256_madd_epi16(sum_i16x16, by_i16x16);
     sum_i32x8 = starts && k == Of::kSteps * unit ? wide_i32x8 : _mm256_add_epi32(sum_i32x8, wide_i32x8);
@@ -172,9 +164,9 @@ FEWBITS_AVX2 void dot(const Tiling& tiling, StripeSums (&stripes)[kStreams], siz
   for (size_t b = 0; b < blocks; ++b) {
     const Columns<Of> columns(x, first + b, tiling.bytes.zero);
     const size_t run = b >> shift;
-    for (size_t k = 0; k < Of::kReads; ++k) {
+    for (size_t k = 0; k < kStreams; ++k) {
       StripeSums& stripe = stripes[k];
-      const uint8_t* const codes = stripe.codes + 64 * Of::kBits * b;
+      const uint8_t* const codes = stripe.codes + stripe.step * b;
       prefetch_block<Of>(codes);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
@@ -266,13 +258,13 @@ template <typename Of>
 FEWBITS_AVX2 void dot_nested(const Tiling& tiling, StripeSums (&stripes)[kStreams], size_t blocks, const ActivationRow& x,
                              size_t first) {
   const __m256i levels_x32 = levels_of<Of::kSigned>(tiling.bytes);
-  NestedSums nested[Of::kReads];
-  for (size_t k = 0; k < Of::kReads; ++k)
+  NestedSums nested[kStreams];
+  for (size_t k = 0; k < kStreams; ++k)
     begin_nested<Of>(tiling, stripes[k], blocks, (Of::kBy16 ? x.sum_16 : x.sum_32) + Of::kUnits * first, nested[k]);
   for (size_t b = 0; b < blocks; ++b) {
     const Columns<Of> columns(x, first + b, tiling.bytes.zero);
-    for (size_t k = 0; k < Of::kReads; ++k) {
-      const uint8_t* const codes = stripes[k].codes + 64 * Of::kBits * b;
+    for (size_t k = 0; k < kStreams; ++k) {
+      const uint8_t* const codes = stripes[k].codes + stripes[k].step * b;
       prefetch_block<Of>(codes);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
@@ -290,7 +282,7 @@ FEWBITS_AVX2 void dot_nested(const Tiling& tiling, StripeSums (&stripes)[kStream
       }
     }
   }
-  for (size_t k = 0; k < Of::kReads; ++k)
+  for (size_t k = 0; k < kStreams; ++k)
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       float* const into = stripes[k].total + 8 * half;

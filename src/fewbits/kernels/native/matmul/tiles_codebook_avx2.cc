@@ -119,7 +119,7 @@ FEWBITS_AVX2 void dot(const Tiling& tiling, StripeSums (&stripes)[kStreams], siz
   if constexpr (Of::kShifts) fill_owed<Of>(x.q + 32 * first, owed);
   for (StripeSums& stripe : stripes) {
     for (size_t line = 0; line < Of::kBytes; line += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(stripe.header) + kAhead + line, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(stripe.header) + kAheadOfEach + line, _MM_HINT_T0);
     for (size_t row = 0; row < kStripe; row += 8)
       dot_eight<Of>(*tiling.bytes.codebook, stripe.header, row, x, first, owed, stripe.total + row);
   }
@@ -144,12 +144,13 @@ FEWBITS_AVX2_INLINE __m256i with_signs(__m256i points_u8x32, const Four<Of>& fou
 }
 
 template <typename Of>
-FEWBITS_AVX2 void unpack(const Tiling& tiling, const uint8_t* codes, size_t, size_t lane, uint8_t (*into)[kPanelRows][4]) {
+FEWBITS_AVX2 void unpack(const Tiling& tiling, const uint8_t* codes, size_t, size_t, size_t lane,
+                         uint8_t (*into)[kPanelRows][4]) {
   const uint8_t* const chunk = codes - tiling.header_bytes(kChunkBlocks);
   const uint8_t* const grid = tiling.bytes.codebook->bytes;
   const __m256i zero_u8x32 = _mm256_set1_epi8(static_cast<char>(tiling.bytes.zero));
   for (size_t line = 0; line < Of::kBytes; line += 64)
-    _mm_prefetch(reinterpret_cast<const char*>(chunk) + kAhead + line, _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(chunk) + kAheadOfEach + line, _MM_HINT_T0);
   for (size_t row = 0; row < kStripe; row += 8) {
     const Eight<Of> eight(chunk, row);
     for (size_t b = 0; b < kChunkBlocks; b += 2) {

@@ -187,7 +187,7 @@ FEWBITS_VBMI void dot(const Tiling& tiling, StripeSums (&stripes)[kStreams], siz
       for (size_t s = 0; s < Of::kTogether; ++s) {
         const uint8_t* const codes = stripes[from + s].codes + Of::kBlockBytes * b;
         for (size_t line = 0; line < Of::kBlockBytes; line += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(codes) + kAhead + line, _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<const char*>(codes) + kAheadOfEach + line, _MM_HINT_T0);
         points[s] = read_points<Of>(stripes[from + s].header, codes, b);
       }
       look_up<Of>(codebook, points, entries);
@@ -235,7 +235,8 @@ FEWBITS_VBMI_INLINE void store_in_order(const __m512i (&by_c)[4], size_t lane, u
 }
 
 template <typename Of>
-FEWBITS_VBMI void unpack(const Tiling& tiling, const uint8_t* codes, size_t, size_t lane, uint8_t (*into)[kPanelRows][4]) {
+FEWBITS_VBMI void unpack(const Tiling& tiling, const uint8_t* codes, size_t, size_t, size_t lane,
+                         uint8_t (*into)[kPanelRows][4]) {
   const Codebook& codebook = *tiling.bytes.codebook;
   const __m512i levels_u8x64 = load_64(codebook.levels);
   const uint8_t* const chunk = codes - tiling.header_bytes(kChunkBlocks);

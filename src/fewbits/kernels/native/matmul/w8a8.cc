@@ -41,6 +41,8 @@ struct RowFacts {
 
 // sums[i] = the product of x with four rows of weights, pages apart: memory is read faster in several places at once.
 using DotFour = void (*)(const int8_t* x, const int8_t* const* w, size_t cols, int32_t* sums);
+// sums[i] += the product of row i of x, `apart` bytes after the one before, with a row of weights; eight rows at most.
+using DotFew = void (*)(const int8_t* x, size_t apart, size_t rows, const int8_t* w, size_t cols, int32_t* sums);
 using Look = RowFacts (*)(const int8_t* x, size_t cols);
 
 struct Kernel8 {
@@ -52,6 +54,7 @@ struct Kernel8 {
   Look look;
   DotFour dot_four;
   bool dot_adds_128;
+  DotFew dot_few;  // may be null; not for rows with a -128
 };
 
 // Always inlined, so that each instruction set compiles its own version.
@@ -93,83 +96,9 @@ inline int32_t four_of(const Tile8& x, size_t step, size_t rows, size_t row) {
   return four;
 }
 
-constexpr size_t kAhead = 1024;  // bytes to prefetch ahead
+constexpr size_t kAhead = 1024, kAheadOfRow = 4096;  // bytes to prefetch ahead, in four places or in one
 
-// Always in 16 bits, because memory is the limit.
-FEWBITS_AVX2 void dot_four_avx2(const int8_t* x, const int8_t* const* w, size_t cols, int32_t* sums) {
-  __m256i sum_i32x8[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
-  size_t j = 0;
-  for (; j + 16 <= cols; j += 16) {
-    const __m256i x_i16x16 = _mm256_cvtepi8_epi16(load_16(reinterpret_cast<const uint8_t*>(x + j)));
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      _mm_prefetch(reinterpret_cast<const char*>(w[i] + j) + kAhead, _MM_HINT_T0);
-      const __m256i w_i16x16 = _mm256_cvtepi8_epi16(load_16(reinterpret_cast<const uint8_t*>(w[i] + j)));
-      sum_i32x8[i] = _mm256_add_epi32(sum_i32x8[i], _mm256_madd_epi16(w_i16x16, x_i16x16));
-    }
-  }
-  for (int i = 0; i < 4; ++i) {
-    alignas(32) int32_t lanes[8];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), sum_i32x8[i]);
-    sums[i] = 0;
-    for (const int32_t lane : lanes) sums[i] += lane;
-    for (size_t k = j; k < cols; ++k) sums[i] += x[k] * w[i][k];
-  }
-}
-
-template <int kRows>
-FEWBITS_AVX2 void multiply_avx2(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
-  const __m256i ones_i16x16 = _mm256_set1_epi16(1);
-  for (size_t lane = 0; lane < kWeights; lane += 16) {
-    __m256i sum_i32x8[kRows][2];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < 2; ++v)
-        sum_i32x8[r][v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums + r * kWeights + lane + 8 * v));
-    for (size_t step = 0; step < steps; ++step) {
-      __m256i w_i8x32[2], size_u8x32[2];
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        w_i8x32[v] = _mm256_load_si256(reinterpret_cast<const __m256i*>(panel.bytes[step][lane + 8 * v]));
-        size_u8x32[v] = _mm256_abs_epi8(w_i8x32[v]);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        const __m256i x_i8x32 = _mm256_set1_epi32(four_of(x, step, kRows, r));
-#pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) {
-          const __m256i pairs_i16x16 = _mm256_maddubs_epi16(size_u8x32[v], _mm256_sign_epi8(x_i8x32, w_i8x32[v]));
-          sum_i32x8[r][v] = _mm256_add_epi32(sum_i32x8[r][v], _mm256_madd_epi16(pairs_i16x16, ones_i16x16));
-        }
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < 2; ++v)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(sums + r * kWeights + lane + 8 * v), sum_i32x8[r][v]);
-  }
-}
-
-// Four weights at a time, their four columns in 16 bits each.
-FEWBITS_AVX2 void multiply_wide_avx2(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
-  for (size_t r = 0; r < x.rows; ++r)
-    for (size_t w = 0; w < kWeights; w += 4) {
-      __m256i pairs_i32x8 = _mm256_setzero_si256();
-      for (size_t step = 0; step < steps; ++step) {
-        const __m256i w_i16x16 = _mm256_cvtepi8_epi16(_mm_load_si128(reinterpret_cast<const __m128i*>(panel.bytes[step][w])));
-        const __m256i x_i16x16 = _mm256_cvtepi8_epi16(_mm_set1_epi32(four_of(x, step, x.rows, r)));
-        pairs_i32x8 = _mm256_add_epi32(pairs_i32x8, _mm256_madd_epi16(w_i16x16, x_i16x16));
-      }
-      alignas(32) int32_t pairs[8];
-      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs), pairs_i32x8);
-      for (size_t i = 0; i < 4; ++i) sums[r * kWeights + w + i] += pairs[2 * i] + pairs[2 * i + 1];
-    }
-}
-
-void rows_avx2(const Panel& panel, const Tile8& x, size_t steps, int32_t* sums) {
-  constexpr Multiply8 kOf[] = {multiply_avx2<1>, multiply_avx2<2>, multiply_avx2<3>, multiply_avx2<4>};
-  kOf[x.rows - 1](panel, x, steps, sums);
-}
+#include "matmul/w8a8_avx2.inc"
 
 namespace vnni_512 {
 using namespace avx512;
@@ -213,14 +142,17 @@ bool has_no_dotprod() { return !has_dotprod(); }
 
 constexpr Kernel8 kKernels[] = {
 #if defined(__x86_64__)
-    {"avx512", has_avx512, vnni_512::rows, vnni_512::rows, vnni_512::kMostRows, true, vnni_512::look, vnni_512::dot_four, true},
-    {"avxvnni", has_avxvnni, vnni_256::rows, vnni_256::rows, vnni_256::kMostRows, true, vnni_256::look, vnni_256::dot_four, true},
-    {"avx2", has_avx2, rows_avx2, multiply_wide_avx2, 4, false, look_avx2, dot_four_avx2, false},
+    {"avx512", has_avx512, vnni_512::rows, vnni_512::rows, vnni_512::kMostRows, true, vnni_512::look, vnni_512::dot_four, true,
+     nullptr},
+    {"avxvnni", has_avxvnni, vnni_256::rows, vnni_256::rows, vnni_256::kMostRows, true, vnni_256::look, vnni_256::dot_four, true,
+     nullptr},
+    {"avx2", has_avx2, rows_avx2, multiply_wide_avx2, 4, false, look_avx2, dot_four_avx2, false, dot_few_avx2},
 #elif defined(__aarch64__)
-    {"neon", has_dotprod, dotprod::multiply_rows, dotprod::multiply_rows, 4, false, look_scalar, dotprod::dot_four, false},
-    {"neon", has_no_dotprod, plain::multiply_rows, wide::multiply_rows, 4, false, look_scalar, wide::dot_four, false},
+    {"neon", has_dotprod, dotprod::multiply_rows, dotprod::multiply_rows, 4, false, look_scalar, dotprod::dot_four, false,
+     nullptr},
+    {"neon", has_no_dotprod, plain::multiply_rows, wide::multiply_rows, 4, false, look_scalar, wide::dot_four, false, nullptr},
 #endif
-    {"scalar", [] { return true; }, multiply_scalar, multiply_scalar, 4, true, look_scalar, dot_four_scalar, false},
+    {"scalar", [] { return true; }, multiply_scalar, multiply_scalar, 4, true, look_scalar, dot_four_scalar, false, nullptr},
 };
 
 const Kernel8* find(const char* isa) {
@@ -283,6 +215,40 @@ void stream_row(const Kernel8& kernel, const IntegerProduct& product, size_t row
   });
 }
 
+constexpr size_t kFew = 16;  // rows
+
+// A few rows: to make a panel of the weights would take longer than to multiply them. Rows of x are multiplied eight at a time
+// and in parts that stay in the first-level cache, by weights that stay in the second-level one.
+void stream_few(const Kernel8& kernel, const IntegerProduct& product, int threads) {
+  constexpr size_t kBytesAtATime = 128 << 10, kColumns = 4096, kAtOnce = 8;
+  const size_t cols = product.cols, at_a_time = std::max<size_t>(1, kBytesAtATime / std::max<size_t>(1, cols));
+  const size_t visits = (product.weights + at_a_time - 1) / at_a_time, products = product.rows * cols * product.weights;
+  std::atomic<size_t> next = 0;
+  run_shares(shares_of(threads, std::min(visits, std::max<size_t>(1, products / kWorthAThread))), [&](size_t) {
+    std::vector<int32_t> sums(at_a_time * kAtOnce);
+    for (size_t visit; (visit = next.fetch_add(1)) < visits;) {
+      const size_t first = visit * at_a_time, count = std::min(at_a_time, product.weights - first);
+      for (size_t row = 0; row < product.rows; row += kAtOnce) {
+        const size_t rows = std::min(kAtOnce, product.rows - row);
+        std::fill(sums.begin(), sums.end(), 0);
+        for (size_t start = 0; start < cols; start += kColumns)
+          for (size_t w = 0; w < count; ++w)
+            kernel.dot_few(product.x + row * cols + start, cols, rows, product.w + (first + w) * cols + start,
+                           std::min(kColumns, cols - start), &sums[w * kAtOnce]);
+        for (size_t r = 0; r < rows; ++r)
+          for (size_t w = 0; w < count; ++w)
+            product.out[(row + r) * product.weights + first + w] = scaled(product, row + r, first + w, sums[w * kAtOnce + r]);
+      }
+    }
+  });
+}
+
+bool has_least(const Kernel8& kernel, const IntegerProduct& product) {
+  for (size_t row = 0; row < product.rows; ++row)
+    if (kernel.look(product.x + row * product.cols, product.cols).has_least) return true;
+  return false;
+}
+
 }  // namespace
 
 void multiply_integers(const char* isa, const IntegerProduct& product, int threads) {
@@ -292,6 +258,7 @@ void multiply_integers(const char* isa, const IntegerProduct& product, int threa
     throw std::invalid_argument("sums of 32 bits hold " + std::to_string(kMostIntegerColumns) + " products, not " +
                                 std::to_string(product.cols));
   if (product.rows == 1) return stream_row(*kernel, product, 0, threads);
+  if (kernel->dot_few && product.rows <= kFew && !has_least(*kernel, product)) return stream_few(*kernel, product, threads);
   const size_t rows = product.rows, all_steps = (product.cols + 3) / 4, tiles = (rows + kernel->rows - 1) / kernel->rows;
   const size_t rows_each = (rows + tiles - 1) / tiles, count = (rows + rows_each - 1) / rows_each;
   const size_t panels = (product.weights + kWeights - 1) / kWeights;
