@@ -187,7 +187,8 @@ class Plan:
     bytes: int  # of the weights
     bits_per_weight: float
     weights: Mapping[str, PlannedWeight]
-    predicted_kl: float | None = None
+    predicted_kl: float | None = None  # on the text of calibration
+    predicted_kl_by_kind: Mapping[str, float] = field(default_factory=dict)  # where it is judged on other text, or on several kinds
 
     @property
     def elements(self) -> int:
@@ -200,6 +201,15 @@ class ThresholdPlan:
 
     bytes: int
     kl: float | None
+
+
+def predicted_as_judged(plan: Plan, verdict: Verdict | None) -> float | None:
+    """The forecast for the text of this verdict: kinds of text count as many tokens as were judged of them."""
+    known = plan.predicted_kl_by_kind
+    judged = {each.name: each.tokens for each in verdict.domains} if verdict else {}
+    if judged and judged.keys() <= known.keys():
+        return sum(known[name] * tokens for name, tokens in judged.items()) / sum(judged.values())
+    return next(iter(known.values())) if len(known) == 1 and not judged else plan.predicted_kl
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def show(result: Quantized) -> None:
         least = min(point.kl for point in result.decision.frontier())
         plans.rounds(result.rounds, bool(result.verdict and result.verdict.passed), least)
     if result.verdict:
-        verdicts.show(result.verdict)
+        verdicts.show(result.verdict, {kind.name: kind.kl for kind in result.plan.kinds})
     console.print(f"wrote {result.path} ({size(size_of(result.path))}); artifact and plan.json in {result.artifact}/")
     console.print(f"the report: {result.artifact.parent / 'report.html'}")
     console.print(f"the model card: {card.place(result.path)}")
