@@ -194,6 +194,10 @@ class Plan:
     def elements(self) -> int:
         return sum(weight.elements for weight in self.weights.values())
 
+    def predicted_for(self, verdict: Verdict | None) -> float | None:
+        """The KL on the text of this verdict."""
+        return predicted_as_judged(self.predicted_kl, self.predicted_kl_by_kind, verdict)
+
 
 @dataclass(frozen=True)
 class ThresholdPlan:
@@ -203,13 +207,12 @@ class ThresholdPlan:
     kl: float | None
 
 
-def predicted_as_judged(plan: Plan, verdict: Verdict | None) -> float | None:
+def predicted_as_judged(predicted: float | None, by_kind: Mapping[str, float], verdict: Any) -> float | None:
     """The forecast for the text of this verdict: kinds of text count as many tokens as were judged of them."""
-    known = plan.predicted_kl_by_kind
-    judged = {each.name: each.tokens for each in verdict.domains} if verdict else {}
-    if judged and judged.keys() <= known.keys():
-        return sum(known[name] * tokens for name, tokens in judged.items()) / sum(judged.values())
-    return next(iter(known.values())) if len(known) == 1 and not judged else plan.predicted_kl
+    judged = {each.name: each.tokens for each in verdict.domains} if isinstance(verdict, Verdict) else {}
+    if judged and judged.keys() <= by_kind.keys():
+        return sum(by_kind[name] * tokens for name, tokens in judged.items()) / sum(judged.values())
+    return next(iter(by_kind.values())) if len(by_kind) == 1 and not judged else predicted
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 
 from fewbits.reporting.page.markup import Html, Section, behind, figure, legend, table, tag
 from fewbits.reporting.page.words import kl, share
-from fewbits.reporting.schema import Results, predicted_as_judged
+from fewbits.reporting.schema import Results
 from fewbits.verification.forecast.block_errors import BlockError
 
 _COSTLY = 16
@@ -41,7 +41,7 @@ def section(made: Results) -> Section | None:
 
 
 def _compared(made: Results) -> list[Html]:
-    v, predicted = made.verdict, predicted_as_judged(made.plan, made.verdict)
+    v, predicted = made.verdict, made.plan.predicted_for(made.verdict)
     if v is None or not predicted:
         return []
     measured = f"{kl(v.kl_mean)}, {v.kl_mean / predicted:.2f} times that"

@@ -8,7 +8,7 @@ from fewbits.reporting.closeness import closeness
 from fewbits.reporting.page.contents import Contents
 from fewbits.reporting.page.markup import Html, code, figures, joined, tag
 from fewbits.reporting.page.words import count, kl, million, names, share, size
-from fewbits.reporting.schema import Demonstration, Results, predicted_as_judged
+from fewbits.reporting.schema import Demonstration, Results
 from fewbits.verification.metrics import Verdict
 
 
@@ -101,7 +101,7 @@ def _figures(made: Results) -> Html:
             ("Perplexity", f"\u00d7 {verdict.ppl_ratio:.4f}", "95 %: {:.4f} to {:.4f}".format(*verdict.ppl_ratio_ci95)),
             ("KL divergence", kl(verdict.kl_mean), "95 %: {} to {}".format(*map(kl, verdict.kl_ci95))),
         ]
-    if (predicted := predicted_as_judged(made.plan, verdict)) is not None:
+    if (predicted := made.plan.predicted_for(verdict)) is not None:
         rows.append(("KL predicted", kl(predicted), "before the file was made"))
     return figures(rows)
 

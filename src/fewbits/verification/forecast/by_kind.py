@@ -8,7 +8,8 @@ of the samples; its KL on the other half is what the text of calibration costs, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def measure_kinds(
     windows = [list(window) for each in texts.values() for window in each]
     domains = [name for name, each in texts.items() for _ in each]
     quantized = [weight for weight in model.weights if not formats.get(plan[weight.name].format).is_cast]
-    stream = Stream({weight.name: _maker(model, statistics, plan, weight, weight.name in fed_back) for weight in quantized})
+    stream = Stream({w.name: partial(damaged, model, statistics, plan[w.name].format, w, w.name in fed_back) for w in quantized})
     measured = compare_streams(model, windows, {_DAMAGED: stream}, memory, progress).measured[_DAMAGED]
     kl = {name: float(np.mean(part.kl)) for name, part in by_domain(measured, windows, domains).items()}
     usual = kl.pop(_CALIBRATED)
@@ -71,11 +72,9 @@ def some(windows: Sequence[Sequence[int]], tokens: int) -> list[Sequence[int]]:
     return [windows[i * len(windows) // count] for i in range(count)]
 
 
-def _maker(model: Model, statistics: Statistics, plan: Plan, weight: Weight, fed_back: bool) -> Callable[[], Tensor]:
-    def damaged() -> Tensor:
-        fmt, known, w = formats.get(plan[weight.name].format), statistics.of(weight.name), model.load(weight)
-        importance = known.importance() if known.has_importance else None
-        misses = w - kernels.decode(fmt, rtn.quantize(w, fmt, importance), weight.shape)
-        return w - (after_feedback(misses, gptq.stakes(w), known) if fed_back else misses)
-
-    return damaged
+def damaged(model: Model, statistics: Statistics, name: str, weight: Weight, fed_back: bool) -> Tensor:
+    """The weight as the format of this name may leave it."""
+    fmt, known, w = formats.get(name), statistics.of(weight.name), model.load(weight)
+    importance = known.importance() if known.has_importance else None
+    misses = w - kernels.decode(fmt, rtn.quantize(w, fmt, importance), weight.shape)
+    return w - (after_feedback(misses, gptq.stakes(w), known) if fed_back else misses)
