@@ -305,13 +305,12 @@ class Run:
             plan = some.within_kl(max(predicted_kl(asked.budget.limits), some.least_kl * 1.0001), "")
         else:
             plan = pricing.within_file(table, self.subject, asked.target, asked.budget, asked.constraints).plan
-        correction = Correction(
-            source=self.source, statistics=maker.statistics, text=self.text, calibrated=asked.statistics is None,
-            held_out=bool(asked.held_out), shards=asked.shards, tuned=bool(asked.tune), memory=asked.memory,
-            cache=self.cache.of(**placement.part_of_key()), progress=self.progress,
-        )  # fmt: skip
         with placement.passes_on(asked.passes_on):
-            corrected = correction.of(table, plan)
+            corrected = Correction(
+                source=self.source, statistics=maker.statistics, text=self.text, calibrated=asked.statistics is None,
+                held_out=bool(asked.held_out), shards=asked.shards, tuned=bool(asked.tune), memory=asked.memory,
+                cache=self.cache.of(**placement.part_of_key()), progress=self.progress,
+            ).of(table, plan)  # fmt: skip
         if corrected is not table:
             corrected.save(asked.work / TABLE)
         return corrected

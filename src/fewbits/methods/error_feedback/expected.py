@@ -5,8 +5,8 @@ weight, one by the inputs' second moments and one by those of the gradients, and
 taken from rounding to nearest, so that they have the size that the format gives them.
 
 Errors made like this are as good on the samples behind the maps, and as much worse on other text, as those of feedback itself. Plain
-rounding errors are not: the KL of embedded model's planned file on code is 2.3 times that on text of its calibration, of the same
-weights rounded to nearest 1.3 times, of these errors 2.3 times.
+rounding errors are not: the KL of a file of the embedded model (32 samples of c4 and wiki, 5 bits) is 2.2 times as large on code as on
+other text of c4, that of the same weights rounded to nearest 1.3 times, that of these errors 2.1 times.
 """
 
 from __future__ import annotations
