@@ -40,7 +40,6 @@ from fewbits.reporting.meanwhile.steps import done_before, parts_of
 from fewbits.reporting.meanwhile.whole import duration
 from fewbits.reporting.results.quantized import Quantized
 from fewbits.request import Request
-from fewbits.sensitivity.curve import FROM
 from fewbits.sensitivity.errors import measure_errors
 from fewbits.store import executors
 from fewbits.store.cache import open_cache
@@ -50,7 +49,7 @@ from fewbits.verification import embeddings, runtimes, sandbox
 from fewbits.verification.answers import answers
 from fewbits.verification.files import Trial, compared_with, verdict_on
 from fewbits.verification.floor import check_floor
-from fewbits.verification.forecast.large_damage import measure_curve
+from fewbits.verification.forecast.correction import Correction, tokens_run
 from fewbits.verification.runtimes import llamacpp
 from fewbits.verification.streamed import REFERENCE
 
@@ -70,7 +69,7 @@ if TYPE_CHECKING:
     from fewbits.verification.metrics import Verdict
 
 TABLE = "sensitivity.json"
-_MADE = ("calibrating", "measuring", "quantizing", "tuning")  # steps that are over when there is a file
+_MADE = ("calibrating", "measuring", "forecasting", "quantizing", "tuning")  # steps that are over when there is a file
 
 
 def quantize(model: str | Path, out: str | Path, *, progress: Progress[Any] = silent, **options: Any) -> Quantized:
@@ -236,8 +235,7 @@ class Run:
         steps = [(step.name, step.seconds) for step in schedule.steps(schedule.chosen) if step.name not in done]
         makes = self.request.rounds if self.plan is None and self.request.budget.by_accuracy else 1
         expect(self.progress, parts_of(steps, len(list(self.subject.weights)), self.blocks, makes))
-        count = max(1, round(len(self.text.windows) * schedule.chosen.tokens / max(1, before.tokens)))
-        text = replace(self.text, windows=self.text.windows[:count], domains=self.text.domains[:count])
+        text = self.text.fewer(schedule.chosen.tokens / max(1, before.tokens))
         return replace(self, request=self.request.spending(schedule.chosen), text=text, schedule=schedule)
 
     def calibrate(self) -> Statistics | ImportanceMatrix | None:
@@ -298,24 +296,24 @@ class Run:
         return made, self.on_time(*_MADE).verify(made.path), decision, ()
 
     def corrected(self, maker: Maker, table: Sensitivity) -> Sensitivity:
-        """The table with a curve of this model where the budget means large damage, which is not the sum of predictions for single
-        weights."""
+        """The table with what a damaged copy of this model says of it, for plans of this budget and the text that they are judged on."""
         asked = self.request
         if not isinstance(maker.statistics, Statistics) or self.subject is not self.source or embeddings.given_by(self.source.config):
             return table
         if asked.budget.by_accuracy:
-            if (allowed := predicted_kl(asked.budget.limits)) < FROM:
-                return table
-            plan = allocator(table, asked.target, asked.constraints).within_kl(allowed, "")
+            some = allocator(table, asked.target, asked.constraints)
+            plan = some.within_kl(max(predicted_kl(asked.budget.limits), some.least_kl * 1.0001), "")
         else:
             plan = pricing.within_file(table, self.subject, asked.target, asked.budget, asked.constraints).plan
-        if (plan.kl or 0.0) < FROM:
-            return table
-        samples = self.text.samples.ids if self.text.samples else self.text.windows
-        curve = measure_curve(self.source, maker.statistics, plan, samples, asked.memory, self.progress, tuned=bool(asked.tune))
-        table = replace(table, curve=curve)
-        table.save(asked.work / TABLE)
-        return table
+        with placement.passes_on(asked.passes_on):
+            corrected = Correction(
+                source=self.source, statistics=maker.statistics, text=self.text, calibrated=asked.statistics is None,
+                held_out=bool(asked.held_out), shards=asked.shards, tuned=bool(asked.tune), memory=asked.memory,
+                cache=self.cache.of(**placement.part_of_key()), progress=self.progress,
+            ).of(table, plan)  # fmt: skip
+        if corrected is not table:
+            corrected.save(asked.work / TABLE)
+        return corrected
 
     def verify(self, file: Path) -> Any:
         """A verdict; None: nobody asked for one."""
@@ -389,6 +387,7 @@ def _work(request: Request, source: Model, text: Text, plan: Plan | None) -> Wor
         tune=request.tune or 0,
         makes=request.rounds if plan is None and request.budget.by_accuracy else 1,
         verified=0 if request.no_verify else request.tokens,
+        forecast=tokens_run(text, bool(request.held_out), request.shards) if plan is None and request.statistics is None else 0,
         size=request.size,
         text=text.samples.tokens if text.samples and request.statistics is None else None,
     )

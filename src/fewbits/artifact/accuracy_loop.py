@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,12 +62,18 @@ def until_accurate(
         return Round(chosen.plan.kl or 0.0, chosen.plan.nbytes, judge(file))
 
     best_possible = allocator(table, maker.target, constraints).least_kl
-    outcome = rounds.search(decision.predicted_kl(budget.limits), budget.limits, attempt, best_possible * 1.0001, most_rounds)
+    first = decision.predicted_kl(budget.limits) / _factor(table, maker.text.domains)
+    outcome = rounds.search(first, budget.limits, attempt, best_possible * 1.0001, most_rounds)
     best = outcome.best
     if best is None:  # none passed: the nearest
         best = min(range(len(outcome.rounds)), key=lambda i: outcome.rounds[i].verdict.kl_mean)
     made, chosen = _moved(maker, path, tried, best)
     return Accurate(made, outcome.rounds[best].verdict, chosen, outcome.rounds)
+
+
+def _factor(table: Sensitivity, judged: Sequence[str]) -> float:
+    """How much more is expected on the text that is judged, each kind by its windows, than on that of calibration."""
+    return sum(table.kinds.get(name, 1.0) for name in judged) / len(judged) if judged else 1.0
 
 
 def _moved(maker: Maker, path: Path, tried: list[tuple[OutputFile, Decision]], best: int) -> tuple[OutputFile, Decision]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,19 @@ class Text:
     samples: Samples | None  # to calibrate with; None: nothing is calibrated
     windows: list[Window]  # to judge on
     domains: list[str] = field(default_factory=list)  # of each window, the kind of its text
+
+    def fewer(self, share: float) -> Text:
+        """With this share of the windows of every kind, and at least one of each."""
+        total = Counter(self.domains)
+        left = {name: max(1, round(share * count)) for name, count in total.items()}
+        if not total:
+            return replace(self, windows=self.windows[: max(1, round(share * len(self.windows)))])
+        seen: Counter[str] = Counter()
+        kept = []
+        for index, name in enumerate(self.domains):
+            seen[name] += 1
+            kept += [index] if seen[name] <= left[name] else []
+        return replace(self, windows=[self.windows[i] for i in kept], domains=[self.domains[i] for i in kept])
 
 
 def split(
@@ -63,7 +77,7 @@ def _set_aside(drawn: Samples, samples: int, wanted: int, domain: str) -> Text:
     if len(judged) < 2:
         of, named = (f"`{domain}`", f"{domain}=") if domain else ("the data", "")
         raise InputError(f"{of} gives a single sample", f"give more text with `--data`, or other text with `--held-out {named}FILE`")
-    aside = max(1, min(wanted, len(judged) // 4))
+    aside = max(1, min(wanted, max(len(judged) // 4, len(judged) - samples)))  # of little text a quarter
     some = slice(aside, aside + samples)
     ids = drawn.ids[some]
     kept = replace(drawn, ids=ids, sources=drawn.sources[some], domains=drawn.domains[some], digest=checksum(ids))

@@ -54,7 +54,7 @@ def solve(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: Damping
     try:
         hessian = statistics.hessian(kind=kind)
         if statistics.outputs is not None and damping.outputs is not None:
-            coupled = outputs.coupled(statistics.output_moment(), _stakes(w), damping.outputs)
+            coupled = outputs.coupled(statistics.output_moment(), stakes(w), damping.outputs)
             solved = error_feedback.solve_both_sides(w, fmt, hessian, coupled, damping=damping.inputs)
         else:
             solved = error_feedback.solve(w, fmt, hessian, damping=damping.inputs)
@@ -79,7 +79,7 @@ def choose_damping(w: Tensor, fmt: Format, statistics: WeightStatistics, kind: K
                 solved = error_feedback.solve(some, fmt, error_feedback.first_pass(undamped, damping, torch.float32), passes=0)
                 tried[damping] = holdout.damage(some, fmt, solved.codes, solved.grid, statistics, rows)
     by_rows = (
-        None if statistics.outputs is None else outputs.choose_damping(statistics.output_moment(0), statistics.output_moment(1), _stakes(w))
+        None if statistics.outputs is None else outputs.choose_damping(statistics.output_moment(0), statistics.output_moment(1), stakes(w))
     )
     return Damping(min(tried, key=lambda damping: tried[damping], default=DAMPINGS[-1]), by_rows)
 
@@ -90,7 +90,7 @@ def output_cost(w: Tensor, statistics: WeightStatistics, damping: float | None) 
     if statistics.outputs is None or damping is None or statistics.input is None:
         return None
     try:
-        coupled = outputs.coupled(statistics.output_moment(0), _stakes(w), damping)
+        coupled = outputs.coupled(statistics.output_moment(0), stakes(w), damping)
     except error_feedback.Singular:
         return None
     return coupled.held_out(statistics.output_moment(1), statistics.input.tokens(1))
@@ -106,7 +106,7 @@ def judged(w: Tensor, fmt: Format, statistics: WeightStatistics, damping: Dampin
     return holdout.judge(w[rows], fmt, solved.codes, solved.grid, statistics, rows, output_cost(w, statistics, damping.outputs))
 
 
-def _stakes(w: Tensor) -> Tensor:
+def stakes(w: Tensor) -> Tensor:
     """(rows,): the size of rounding errors in a row goes with that of its weights."""
     return w.float().square().mean(1)
 

@@ -37,6 +37,7 @@ class Batch:
     ids: Tensor  # (samples, length)
     half: int  # 0 or 1: calibration fits to one half of the samples and judges on the other
     start: int  # where its tokens begin in a buffer
+    given: tuple[int, ...] = ()  # where each of its samples was in the list of all
 
     @property
     def where(self) -> slice:
@@ -49,7 +50,9 @@ class Batch:
     def split(self, samples: int) -> list[Batch]:
         """Batches of at most so many samples."""
         step = samples * self.ids.shape[1]
-        return [Batch(ids, self.half, self.start + i * step) for i, ids in enumerate(self.ids.split(samples))]
+        given = [self.given[i : i + samples] for i in range(0, len(self.ids), samples)]
+        parts = zip(self.ids.split(samples), given, strict=True)
+        return [Batch(ids, self.half, self.start + i * step, which) for i, (ids, which) in enumerate(parts)]
 
 
 def batches(samples: Sequence[Sequence[int]]) -> list[Batch]:
@@ -61,7 +64,7 @@ def batches(samples: Sequence[Sequence[int]]) -> list[Batch]:
         length, half = len(samples[order[0]]), order[0] % 2
         most = max(1, BATCH_TOKENS // length)
         alike = [i for i in order[:most] if len(samples[i]) == length and i % 2 == half]
-        result.append(Batch(torch.tensor([list(samples[i]) for i in alike]), half, start))
+        result.append(Batch(torch.tensor([list(samples[i]) for i in alike]), half, start, tuple(alike)))
         start += length * len(alike)
         order = order[len(alike) :]
     return result

@@ -68,12 +68,21 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class OnKind:
+    """What a plan is predicted to cost on one kind of text."""
+
+    name: str
+    kl: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """The format of every weight. One that stays in float is listed too, with the reason."""
 
     target: str
     entries: tuple[Entry, ...]
     kv: str | None = None  # format of the KV cache; None: as the runtime keeps it
+    kinds: tuple[OnKind, ...] = ()  # of text, the worst first; none: predicted is the KL on the text of calibration alone
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +97,12 @@ class Plan:
         """Predicted, as the sum over single weights. None: some were not measured."""
         known = [entry.kl for entry in self.entries if entry.kl is not None]
         return math.fsum(known) if len(known) == len(self.entries) else None
+
+    def kinds_text(self) -> str:
+        """The forecast by kind of text, for a person."""
+        each = (f"{kind.name} {kind.kl:.2g}" for kind in self.kinds)
+        first, *others = each if len(self.kinds) else ("",)
+        return ", ".join([f"{first} (worst)", *others]) if others else first
 
     @property
     def fallbacks(self) -> tuple[Entry, ...]:
@@ -111,6 +126,7 @@ class Plan:
 
     def __str__(self) -> str:
         predicted = "no KL predicted" if self.kl is None else f"KL {self.kl:.4g} predicted"
+        predicted += f" ({self.kinds_text()})" if self.kinds else ""
         cache = f", KV cache in {self.kv}" if self.kv else ""
         return f"{self.target}: {size(self.nbytes)}, {self.bits_per_weight:.3g} bits per weight\n{self.formats_text()}\n{predicted}{cache}"
 
@@ -121,6 +137,7 @@ class Plan:
         # summed over the rounded numbers, so that reading the plan and writing it again gives the same text
         written = [_digits(entry.kl) for entry in self.entries if entry.kl is not None]
         head |= {"predicted_kl": _digits(math.fsum(written))} if self.kl is not None else {}
+        head |= {"predicted_kl_by_kind": {kind.name: _digits(kind.kl) for kind in self.kinds}} if self.kinds else {}
         head |= {"kv": self.kv} if self.kv else {}
         rows = ",\n".join(f"    {json.dumps(name)}: {json.dumps(row)}" for name, row in weights.items())
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items())
@@ -213,6 +230,7 @@ def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> 
         made_for = str(content["target"])
         chosen = {str(name): _parsed(row) for name, row in rows.items()}
         cache = None if content.get("kv") is None else str(content["kv"])
+        kinds = tuple(OnKind(str(name), _finite(kl)) for name, kl in content.get("predicted_kl_by_kind", {}).items())
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as failure:
         raise InputError(f"this is not a plan: {failure!r}", "`fewbits quantize` writes one as plan.json") from failure
     if schema != SCHEMA:
@@ -242,7 +260,8 @@ def read(text: str, weights: Iterable[Weight], target: Target | None = None) -> 
             entries.append(replace(entry, reason="edited in plan.json"))
         else:
             entries.append(replace(entry, fallback=row.fallback, kl=row.kl, up=row.up, down=row.down))
-    return checked(Plan(target.name if target else made_for, tuple(entries), cache), weights, target)
+    plan = Plan(target.name if target else made_for, tuple(entries), cache)
+    return checked(plan if plan.kl is None else replace(plan, kinds=kinds), weights, target)
 
 
 class _WrittenEntry(NamedTuple):

@@ -179,11 +179,15 @@ class Allocator:
         return self._corrected(planning.Plan(self.target.name, tuple(entries[weight.name] for weight in self.table.weights)))
 
     def _corrected(self, plan: Plan) -> Plan:
-        """Large damage is not the sum of small ones: the KL of every weight is scaled so that their sum is what will be measured."""
+        """Large damage is not the sum of small ones: the KL of every weight is scaled so that their sum is what will be measured. And what
+        that is on each kind of text."""
         ratio = self.table.curve.ratio(plan.kl or 0.0)
-        if ratio == 1:
-            return plan
-        return replace(plan, entries=tuple(e if e.kl is None else replace(e, kl=e.kl * ratio) for e in plan.entries))
+        if ratio != 1:
+            plan = replace(plan, entries=tuple(e if e.kl is None else replace(e, kl=e.kl * ratio) for e in plan.entries))
+        if plan.kl is None:
+            return replace(plan, kinds=())
+        kinds = (planning.OnKind(name, plan.kl * factor) for name, factor in self.table.kinds.items())
+        return replace(plan, kinds=tuple(sorted(kinds, key=lambda kind: (-kind.kl, kind.name))))
 
     def _entry(self, weight: Weight, choices: Sequence[Choice], index: int, why: str, price: float) -> Entry:
         taken = choices[index]

@@ -87,6 +87,7 @@ class Preflight:
 _LESS_MEMORY = {
     "calibrating": "give fewer `--samples`, a smaller `--memory`, or `--method rtn`, which calibrates nothing",
     "measuring": "give fewer threads (OMP_NUM_THREADS), or a plan or a `--format` instead of a budget",
+    "forecasting": "give a smaller `--memory`, or close other programs",
     "quantizing": "close other programs, or use `--method rtn`",
     "tuning": "use `--tune 0`",
     "verifying": "close other programs, or use `--no-verify` and verify on a larger machine",

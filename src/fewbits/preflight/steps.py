@@ -5,6 +5,7 @@ Work that is no product is counted as the operations that would take as long:
     calibrating   a forward pass with second moments, then another one and its gradients: 4.9 forward passes by count, 5.5 measured
     measuring     1.85 million cols + 1,760 cols^2 for each weight and format that its columns divide into (256, 576 and 1536 columns:
                   9,000, 5,400 and 2,960 cols^2 on the embedded model and SmolLM2), and 9 rows x size^2 of its output moments
+    forecasting   the float model and a damaged copy, a forward pass each; for its errors three factors of every weight, and 10,000 a number
     quantizing    10,000 a number by rounding; 105,000 with error feedback, beside its products (on two threads, of which it uses one)
     tuning        4.5 forward passes of a minibatch of 1024 tokens for each step, and two of all samples
     verifying     the float model and two files in the runtime, a forward pass each
@@ -40,6 +41,7 @@ EFFICIENCY = 0.53
 _MEASURED = (1.85e6, 1760.0)  # equivalent operations, by columns and by their square
 _OUTPUT_SIDE = 9  # times rows x size^2 of the output moments, which are factored in float64
 _ROUNDED, _FED_BACK = 10_000, 105_000
+_IN_DOUBLE = 4  # operations in float64 take twice as long, and a product counts two
 _COUNTED_ON = 2  # threads: with more, products are faster, and error feedback in weights that are rounded on one thread is not
 _FEEDBACK_PASSES, _TUNED = 6, 4.5
 _PER_SCALE, _UNDER_A_SCALE = 5 * FLOAT, 32  # tuning: bytes of an entry, its gradient and what Adam keeps of it; weights that share one
@@ -52,7 +54,8 @@ _DISK_RATE = 200e6  # bytes per second: a slow SSD
 def steps_of(sizes: Sizes, work: Work, rate: float, pace: Pace = USUAL) -> list[Step]:
     """What `work` needs, in order. `rate`: operations a second in a large product; `pace`: how much longer each step takes here."""
     wanted = [
-        (calibrating, work.samples), (measuring, work.formats), (quantizing, True), (tuning, work.tune), (verifying, work.verified),
+        (calibrating, work.samples), (measuring, work.formats), (forecasting, work.forecast), (quantizing, True), (tuning, work.tune),
+        (verifying, work.verified),
     ]  # fmt: skip
     steps = [step(sizes, work, rate * EFFICIENCY) for step, is_wanted in wanted if is_wanted]
     return [replace(step, seconds=step.seconds * pace.of(step.name)) for step in steps]
@@ -127,6 +130,19 @@ def measuring(sizes: Sizes, work: Work, rate: float) -> Step:
     table = 256 * work.formats * sum(1 for _ in sizes.weights)
     memory = _with_workers(sizes, work, sum(each[:side_by_side]) + together)
     return Step("measuring", memory + _MARGIN, 2 * table, seconds)
+
+
+def forecasting(sizes: Sizes, work: Work, rate: float) -> Step:
+    """By kind of text: the float model and a damaged copy side by side."""
+    seconds = 2 * 2 * sizes.multiplied * work.forecast / rate + sizes.numbers * _ROUNDED / rate
+    for weight in sizes.weights if work.feedback else ():
+        rows, cols = weight.shape
+        size = output_moments.size_of(rows) if output_moments.numbers(weight) else 0
+        seconds += _IN_DOUBLE * (cols**3 / 3 + rows * cols**2 + rows * size**2 / 3 + rows * size * cols) / rate
+    states = min(work.buffer, 2 * work.forecast * sizes.state[1] * FLOAT)
+    changed = 3 * DOUBLE * sizes.largest + max((_rounded_bytes(weight, work.feedback) for weight in sizes.weights), default=0)
+    logits = 8 * FLOAT * work.length * sizes.vocabulary
+    return Step("forecasting", 2 * sizes.block + changed + states + logits + _MARGIN, 0, seconds)
 
 
 def quantizing(sizes: Sizes, work: Work, rate: float) -> Step:

@@ -19,6 +19,7 @@ class Work:
     makes: int = 1  # the most plans that are made: rounds until an accuracy is met
     tune: int = 0  # steps of tuning scales
     verified: int = 0  # tokens that the file is judged on; 0: it is not run
+    forecast: int = 0  # tokens that a damaged copy of the model is run on, for a forecast by kind of text
     size: str | None = None  # `--size`, which the plan will not exceed
     processes: int = 1  # that measure and quantize; 1: this one alone
     text: int | None = None  # tokens of all samples; None: all are as long as the longest

@@ -187,11 +187,16 @@ class Plan:
     bytes: int  # of the weights
     bits_per_weight: float
     weights: Mapping[str, PlannedWeight]
-    predicted_kl: float | None = None
+    predicted_kl: float | None = None  # on the text of calibration
+    predicted_kl_by_kind: Mapping[str, float] = field(default_factory=dict)  # where it is judged on other text, or on several kinds
 
     @property
     def elements(self) -> int:
         return sum(weight.elements for weight in self.weights.values())
+
+    def predicted_for(self, verdict: Verdict | None) -> float | None:
+        """The KL on the text of this verdict."""
+        return predicted_as_judged(self.predicted_kl, self.predicted_kl_by_kind, verdict)
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,14 @@ class ThresholdPlan:
 
     bytes: int
     kl: float | None
+
+
+def predicted_as_judged(predicted: float | None, by_kind: Mapping[str, float], verdict: Any) -> float | None:
+    """The forecast for the text of this verdict: kinds of text count as many tokens as were judged of them."""
+    judged = {each.name: each.tokens for each in verdict.domains} if isinstance(verdict, Verdict) else {}
+    if judged and judged.keys() <= by_kind.keys():
+        return sum(by_kind[name] * tokens for name, tokens in judged.items()) / sum(judged.values())
+    return next(iter(by_kind.values())) if len(by_kind) == 1 and not judged else predicted
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fewbits.formats.runtime.activations import Activation, quantized
 from fewbits.methods import error_feedback, gptq
+from fewbits.methods.error_feedback.expected import DAMPING
 from fewbits.sensitivity.rows import Drawn, draw
 from fewbits.sensitivity.table import Cell, Scores
 from fewbits.sensitivity.table import rounded as in_few_digits
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 ENOUGH = 1 << 16  # weights (about) whose errors are computed
 _FIRSTS, _DRAWN, _FEW = 32, 512, 128  # inputs whose rounding is tried, at position 0 and after it
-DAMPING = 0.03  # the amount that the search of `methods.gptq` chooses most often
 _PIECE = 1 << 22  # values of a weight at a time, where a copy of all would take too much memory
 
 

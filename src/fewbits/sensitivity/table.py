@@ -72,6 +72,7 @@ class Sensitivity:
     activations: dict[str, dict[str, float]] = field(default_factory=dict)  # weight -> activation -> predicted KL of rounding its input
     kv: dict[str, float] = field(default_factory=dict)  # format of the KV cache -> KL, measured
     curve: Curve = field(default_factory=Curve)  # what the sum of these predictions will be when measured
+    kinds: dict[str, float] = field(default_factory=dict)  # kind of text -> measured KL on it, over that on the text of `runs`
     predicts: bool = True  # False: without gradients; `kl` of a cell is then a relative error, which orders formats and predicts no KL
 
     def kl(self, weight: Weight, fmt: str) -> float:
@@ -122,6 +123,7 @@ def read(path: Path) -> Sensitivity:
                 factors={kind: Factor(**row) for kind, row in fields["factors"].items()},
                 predicts=bool(fields.get("predicts", True)),
                 curve=through([(float(p), float(m)) for p, m in fields.get("curve", {"points": []})["points"]]),
+                kinds={str(name): float(factor) for name, factor in fields.get("kinds", {}).items()},
                 kv={name: float(kl) for name, kl in fields["kv"].items()},
                 activations={name: {key: float(kl) for key, kl in row.items()} for name, row in fields["activations"].items()},
             )
@@ -167,7 +169,7 @@ def _checked(table: Sensitivity) -> Sensitivity:
             raise ValueError(f"`{weight.name}` has the shape {weight.shape}")
     if not all(isinstance(each.overhead, int) and each.overhead >= 0 for each in table.containers.values()):
         raise ValueError("a container's overhead is a number of bytes")
-    if not all(math.isfinite(each.factor) and each.factor > 0 for each in table.factors.values()):
+    if not all(math.isfinite(factor) and factor > 0 for factor in (*table.kinds.values(), *(f.factor for f in table.factors.values()))):
         raise ValueError("a factor is finite and above 0")
     if not all(math.isfinite(kl) for row in (table.kv, *table.activations.values()) for kl in row.values()):
         raise ValueError("a KL is finite")

@@ -7,7 +7,8 @@ Columns are rounded one after the other, each to its weight plus a correction fo
 the format gets its scales when its turn comes, fitted to the weights as corrected by then. Afterwards come passes in which each block,
 and then each column, is solved again given all the others; only what lowers the error is taken (`rows.py`; `native.py` runs the same loop
 in C++). The loop over single columns is in `columns.py`, that over vectors of columns in `vectors.py`. `outputs.py` lets rows make up for
-each other too; `holdout.py` judges codes on samples that they were not fitted to.
+each other too; `holdout.py` judges codes on samples that they were not fitted to; `expected.py` makes errors of the same shape without
+any codes.
 
 All of it works on the damped Hessian. Damping stands for inputs that calibration did not see: passes over the undamped Hessian would
 undo its benefit, and could raise the error that the first pass minimised.

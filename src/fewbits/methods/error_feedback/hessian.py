@@ -96,18 +96,7 @@ class Visited:
 
 def visited(hessian: Tensor, width: int, order: Order, dimension: int = 1) -> Visited:
     """`width`: columns per block of the format, as the function `width` gives it. `dimension`: columns that one code stands for."""
-    h = _checked(hessian)
-    notes: tuple[str, ...] = ()
-    diagonal = h.diagonal().clone()
-    dead = diagonal == 0  # inputs that were always zero: such a column must not influence the others
-    mean = float(diagonal[~dead].mean()) if not dead.all() else 1.0
-    if not mean > 0:
-        raise Singular("the Hessian's diagonal is negative", "a second moment never is: recompute the statistics")
-    if dead.all():
-        notes = ("the Hessian is zero: every column was rounded to nearest",)
-    h[dead] = 0
-    h[:, dead] = 0
-    h.diagonal()[dead] = mean
+    h, diagonal, mean, notes = _living(hessian)
     columns, blocks = visits(diagonal, width, order, dimension)
     h = h[columns]
     h = h[:, columns]  # in two steps, so that at most two such matrices exist: one of a wide layer takes gigabytes
@@ -162,6 +151,36 @@ def _ordered(
         assert ahead is not None
         ahead[block, : block.start] = free_of_block(forward, block)
     return Ordered(of.columns, of.blocks, list(parts), stakes.float(), forward.to(dtype), ahead, every, pivots, own, added, notes)
+
+
+def _living(hessian: Tensor) -> tuple[Tensor, Tensor, float, tuple[str, ...]]:
+    """(the Hessian in float64, its diagonal, the mean of that, notes): columns whose inputs were always zero get the mean, so that they do
+    not influence the others."""
+    h = _checked(hessian)
+    notes: tuple[str, ...] = ()
+    diagonal = h.diagonal().clone()
+    dead = diagonal == 0
+    mean = float(diagonal[~dead].mean()) if not dead.all() else 1.0
+    if not mean > 0:
+        raise Singular("the Hessian's diagonal is negative", "a second moment never is: recompute the statistics")
+    if dead.all():
+        notes = ("the Hessian is zero: every column was rounded to nearest",)
+    h[dead] = 0
+    h[:, dead] = 0
+    h.diagonal()[dead] = mean
+    return h, diagonal, mean, notes
+
+
+def errors_from(misses: Tensor, hessian: Tensor, damping: float) -> Tensor:
+    """The errors (rows, cols) that feedback is left with where columns, by falling diagonal, miss their targets by `misses`: the map from
+    one to the other, without rounding anything. Raises Singular."""
+    h, diagonal, mean, _ = _living(hessian)
+    columns, _ = visits(diagonal, len(h), "columns")
+    root, _ = factored(h[columns][:, columns], damping, mean)
+    forward = root.T / root.diagonal().unsqueeze(1)  # with ones on the diagonal: misses = forward @ errors
+    errors = torch.empty(misses.shape, dtype=torch.float64)
+    errors[:, columns] = torch.linalg.solve_triangular(forward, misses.double()[:, columns].T, upper=False, unitriangular=True).T
+    return errors
 
 
 def free_of_block(forward: Tensor, block: slice) -> Tensor:

@@ -62,6 +62,14 @@ class Outputs:
             rows = torch.cat([chain.rows[here] for chain in live])
             yield rows, [(chain.rows[:start], chain.coupling[here, :start]) for chain in live]
 
+    def errors_from(self, misses: Tensor) -> Tensor:
+        """misses (rows, cols), float64, of the targets that rows have: the errors that rows which make up for each other are left with."""
+        errors = misses.clone()
+        for chain in self.chains:
+            one = torch.eye(len(chain.rows), dtype=torch.float64)
+            errors[chain.rows] = torch.linalg.solve_triangular(chain.coupling + one, misses[chain.rows], upper=False, unitriangular=True)
+        return errors
+
     def held_out(self, sums: Tensor, tokens: int) -> Tensor:
         """(rows,): in place of the mean of g^2, what a miss of each row's target costs by these moments."""
         cost = torch.empty(len(sums), dtype=torch.float64)

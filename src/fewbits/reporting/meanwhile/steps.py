@@ -10,11 +10,12 @@ from fewbits.progress import Part
 SHARES = {
     "calibrating": (("statistics, forward", 0.27), ("statistics, loss", 0.05), ("statistics, backward", 0.68)),
     "measuring": (("measuring", 1.0),),
+    "forecasting": (("running side by side", 0.7), ("comparing outputs", 0.3)),
     "quantizing": (("quantizing", 1.0),),
     "tuning": (("tuning scales", 1.0),),
     "verifying": (("running the float model", 0.2), ("verifying", 0.8)),
 }
-_BY_WEIGHT, _UNCOUNTED = ("measuring", "quantizing"), ("verifying", "statistics, loss")  # the others go block by block
+_BY_WEIGHT, _UNCOUNTED = ("measuring", "quantizing"), ("verifying", "statistics, loss", "comparing outputs")  # the others go block by block
 _EACH_ROUND = ("quantizing", "tuning", "verifying")
 
 

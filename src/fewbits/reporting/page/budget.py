@@ -41,7 +41,7 @@ def section(made: Results) -> Section | None:
 
 
 def _compared(made: Results) -> list[Html]:
-    v, predicted = made.verdict, made.plan.predicted_kl
+    v, predicted = made.verdict, made.plan.predicted_for(made.verdict)
     if v is None or not predicted:
         return []
     measured = f"{kl(v.kl_mean)}, {v.kl_mean / predicted:.2f} times that"

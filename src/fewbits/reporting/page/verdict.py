@@ -101,8 +101,8 @@ def _figures(made: Results) -> Html:
             ("Perplexity", f"\u00d7 {verdict.ppl_ratio:.4f}", "95 %: {:.4f} to {:.4f}".format(*verdict.ppl_ratio_ci95)),
             ("KL divergence", kl(verdict.kl_mean), "95 %: {} to {}".format(*map(kl, verdict.kl_ci95))),
         ]
-    if made.plan.predicted_kl is not None:
-        rows.append(("KL predicted", kl(made.plan.predicted_kl), "before anything was run"))
+    if (predicted := made.plan.predicted_for(verdict)) is not None:
+        rows.append(("KL predicted", kl(predicted), "before the file was made"))
     return figures(rows)
 
 

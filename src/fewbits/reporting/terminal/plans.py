@@ -78,6 +78,9 @@ def decided(decision: Decision) -> None:
         else "bits were given by weighted errors, without gradients"
     )
     console.print(f"predicted KL {f'not known: {why}' if plan.kl is None else f'{plan.kl:.4f}'}, {forecast}")
+    if plan.kinds:
+        of = "by kind of text" if len(plan.kinds) > 1 else "on the text that it is judged on"
+        console.print(f"  {of}: {escape(plan.kinds_text())}", soft_wrap=True)
     if decision.kv:
         cost = decision.allocator.table.kv.get(decision.kv)
         console.print(f"KV cache in {decision.kv}" + (f", which costs a KL of {cost:.1e} more" if cost else ""))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fewbits.inspection.sizes import size_of
+from fewbits.reporting.schema import predicted_as_judged
 from fewbits.reporting.terminal import console, next_commands, note, plans, size, verdicts
 from fewbits.targets import card
 
@@ -22,7 +23,10 @@ def show(result: Quantized) -> None:
         plans.decided(result.decision)
     else:
         plans.summary(result.plan)
-    _methods(result.outcomes, result.decision.allocator.runtime_kl(result.plan) if result.decision else None)
+    forecast = {kind.name: kind.kl for kind in result.plan.kinds}
+    judged = predicted_as_judged(result.plan.kl, forecast, result.verdict) if forecast else None
+    elsewhere = judged / result.plan.kl if judged and result.plan.kl else None
+    _methods(result.outcomes, result.decision.allocator.runtime_kl(result.plan) if result.decision else None, elsewhere)
     _notes(result.gathered.notes if result.gathered else {})
     for remark in result.gathered.remarks if result.gathered else ():
         note(remark)
@@ -32,7 +36,7 @@ def show(result: Quantized) -> None:
         least = min(point.kl for point in result.decision.frontier())
         plans.rounds(result.rounds, bool(result.verdict and result.verdict.passed), least)
     if result.verdict:
-        verdicts.show(result.verdict)
+        verdicts.show(result.verdict, forecast)
     console.print(f"wrote {result.path} ({size(size_of(result.path))}); artifact and plan.json in {result.artifact}/")
     console.print(f"the report: {result.artifact.parent / 'report.html'}")
     console.print(f"the model card: {card.place(result.path)}")
@@ -40,9 +44,9 @@ def show(result: Quantized) -> None:
         next_commands.show(result.gathered.how_to_run)
 
 
-def _methods(outcomes: Mapping[str, Mapping[str, Any]], runtime: float | None) -> None:
+def _methods(outcomes: Mapping[str, Mapping[str, Any]], runtime: float | None, elsewhere: float | None) -> None:
     """How many weights each method got, and what choosing among methods saved on the half of the samples that was held out. `runtime`: the
-    KL that the runtime's own rounding of inputs adds; None: not known."""
+    KL that the runtime's own rounding of inputs adds; `elsewhere`: how much more is expected on the text that is judged, as a factor."""
     counts = Counter(row["method"] for row in outcomes.values())
     rounding = chosen = 0.0
     for row in outcomes.values():
@@ -55,6 +59,8 @@ def _methods(outcomes: Mapping[str, Mapping[str, Any]], runtime: float | None) -
         told = "of the weights alone" if runtime is None else f"{runtime:.5f} of it from the runtime's own rounding of activations"
         ours, plain = chosen + (runtime or 0.0), rounding + (runtime or 0.0)
         console.print(f"  predicted KL on samples held out from fitting: {ours:.5f}; with plain rounding {plain:.5f} ({told})")
+        if elsewhere is not None:
+            console.print(f"  on the text that it is judged on: {elsewhere * ours:.5f}")
         placed = [row["places"] for row in outcomes.values() if None not in row.get("places", {}).get("gptq", (None,))]
         for place, label in ((0, "position 0"), (1, "later positions")) if placed else ():
             fed, nearest = (sum(float(row[name][place]) for row in placed) / len(placed) for name in ("gptq", "rtn"))

@@ -12,20 +12,23 @@ from fewbits.reporting.terminal import console, judged, new_table, size
 from fewbits.verification.embeddings import EmbeddingVerdict
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fewbits.verification.metrics import Verdict
 
 _COLOURS = {"close": "green", "near": "green", "far": "yellow", "broken": "red"}
 _POOLED = {"mean": "the mean of a text's tokens", "cls": "a text's first token", "last": "a text's last token"}
 
 
-def show(verdict: Verdict | EmbeddingVerdict) -> None:
+def show(verdict: Verdict | EmbeddingVerdict, predicted: Mapping[str, float] | None = None) -> None:
+    """`predicted`: the KL that the plan was expected to cost on each kind of text."""
     if isinstance(verdict, EmbeddingVerdict):
         _embeddings(verdict)
     else:
-        _logits(verdict)
+        _logits(verdict, predicted or {})
 
 
-def _logits(verdict: Verdict) -> None:
+def _logits(verdict: Verdict, predicted: Mapping[str, float]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     low, high = verdict.kl_ci95
     table.add_row("runtime", f"{verdict.runtime} ({verdict.runtime_version})")
@@ -46,18 +49,20 @@ def _logits(verdict: Verdict) -> None:
     table.add_row("largest logit difference", f"{verdict.max_logit_diff:.3g}")
     console.print(table)
     if verdict.domains:
-        _domains(verdict)
+        _domains(verdict, predicted)
     judged(verdict.failures, any(value is not None for value in vars(verdict.thresholds).values()))
     if how_close := closeness(verdict):
         console.print(f"[bold {_COLOURS[how_close.look]}]{how_close.word.lower()}:[/] {how_close.said}")
 
 
-def _domains(verdict: Verdict) -> None:
-    table = new_table("by kind of text", ("kind", "tokens", "KL", "95 %", "perplexity ratio", "top-1"))
+def _domains(verdict: Verdict, predicted: Mapping[str, float]) -> None:
+    forecast = ("predicted",) if predicted else ()
+    table = new_table("by kind of text", ("kind", "tokens", *forecast, "KL", "95 %", "perplexity ratio", "top-1"))
     for each in sorted(verdict.domains, key=lambda each: -each.kl_mean):
         low, high = each.kl_ci95
+        expected = (f"{predicted[each.name]:.5f}" if each.name in predicted else "",) if predicted else ()
         figures = f"{each.kl_mean:.5f}", f"{low:.5f} .. {high:.5f}", f"{each.ppl_ratio:.4f}", f"{100 * each.top1_agreement:.2f} %"
-        table.add_row(escape(each.name), f"{each.tokens:,}", *figures)
+        table.add_row(escape(each.name), f"{each.tokens:,}", *expected, *figures)
     console.print(table)
     doubt = f"; {', '.join(verdict.perhaps_worse)} may be as bad: the intervals overlap" if verdict.perhaps_worse else ""
     console.print(f"worst on {escape(f'{verdict.worst_domain}{doubt}')}", soft_wrap=True)

@@ -43,7 +43,7 @@ class Stream:
 
 @dataclass
 class Comparison:
-    measured: dict[str, MeasuredLogits]  # by stream: against the float model, at every position that has a following token
+    measured: dict[str, MeasuredLogits]  # by stream: against the float model, at every position that has a following token, as given
     errors: dict[str, dict[int, float]] = field(default_factory=dict)  # stream -> block -> relative squared error of the block's output
 
 
@@ -112,7 +112,7 @@ class _SideBySide:
         return float(((changed - exact).square().sum(1) / exact.square().sum(1).clamp(min=1e-30)).double().mean())
 
     def leave(self, progress: Progress[Any]) -> dict[str, MeasuredLogits]:
-        measured = {name: MeasuredLogits() for name in self.streams}
+        by_sample: dict[str, dict[int, MeasuredLogits]] = {name: {} for name in self.streams}
         once = cache(lambda make: make())  # an output matrix that several streams change alike is computed once
         outputs = [weight for weight in self.blocks.outer_weights if weight.kind != "embedding" or weight.tied_to]
         changed = {
@@ -126,6 +126,11 @@ class _SideBySide:
             for name in self.streams:
                 with self.blocks.swapped(outputs, changed[name]):
                     logits = self.blocks.leave(sample.view(self.hidden.get(name, self.hidden[FLOAT])))[0, :-1]
-                measured[name].add(reference, logits, following)
+                each = by_sample[name].setdefault(sample.given[0], MeasuredLogits())
+                each.add(reference, logits, following)
                 return_free_memory()
+        measured = {name: MeasuredLogits() for name in self.streams}
+        for name, results in by_sample.items():
+            for given in sorted(results):
+                measured[name].extend(results[given])
         return measured
