@@ -5,7 +5,7 @@ Work that is no product is counted as the operations that would take as long:
     calibrating   a forward pass with second moments, then another one and its gradients: 4.9 forward passes by count, 5.5 measured
     measuring     1.85 million cols + 1,760 cols^2 for each weight and format that its columns divide into (256, 576 and 1536 columns:
                   9,000, 5,400 and 2,960 cols^2 on the embedded model and SmolLM2), and 9 rows x size^2 of its output moments
-    quantizing    10,000 a number by rounding; 105,000 with error feedback, beside its products (on two threads, of which it uses one)
+    quantizing    10,000 a number by rounding; 40,000 with error feedback, beside its products
     tuning        3.4 forward passes of a minibatch of 512 tokens for each step
     verifying     the float model and two files in the runtime, a forward pass each
 """
@@ -38,8 +38,7 @@ _HISTOGRAM = 64 << 10  # bytes of statistics for each weight beside its moments:
 EFFICIENCY = 0.53
 _MEASURED = (1.85e6, 1760.0)  # equivalent operations, by columns and by their square
 _OUTPUT_SIDE = 9  # times rows x size^2 of the output moments, which are factored in float64
-_ROUNDED, _FED_BACK = 10_000, 105_000
-_COUNTED_ON = 2  # threads: with more, products are faster, and error feedback in weights that are rounded on one thread is not
+_ROUNDED, _FED_BACK = 10_000, 40_000
 _FEEDBACK_PASSES, _TUNED, _MINIBATCH = 6, 3.4, 512
 _IDLE = 400 << 20  # bytes of a worker process that has no weight
 _LOOK = 0.1  # seconds to measure the speed
@@ -88,14 +87,14 @@ def measured_seconds(weights: Iterable[tuple[Weight, int]], rate: float) -> floa
 
 
 def feedback_seconds(weights: Iterable[Weight], rate: float, processes: int = 1) -> float:
-    """Of rounding with error feedback; `rate` is that of all threads, `processes` share the weights that are rounded on one."""
+    """Of rounding with error feedback; `rate` is that of all threads, which round narrow weights side by side, or `processes` do."""
     import torch
 
+    shared = torch.get_num_threads() / processes if processes > 1 else 1.0
     total = 0.0
     for weight in weights:
         operations = numbers_of(weight) * (_FED_BACK + _FEEDBACK_PASSES * 2 * weight.shape[1] * (weight.kind != "embedding"))
-        alone = torch.get_num_threads() / _COUNTED_ON / processes
-        total += operations if threads.are_all_used(weight.shape) else operations * alone
+        total += operations if threads.are_all_used(weight.shape) else operations * shared
     return total / rate
 
 
