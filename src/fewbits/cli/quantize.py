@@ -41,7 +41,9 @@ def quantize(
     tune: Annotated[
         int | None,
         typer.Option(
-            "--tune", min=0, help="Then tune all scales to the float model's predictions, in so many steps. Default: 100 below four bits, else 0."
+            "--tune",
+            min=0,
+            help="Then tune all scales to the float model's predictions, in so many steps. Default: 100 below four bits, else 0.",
         ),
     ] = None,
     sequential: Annotated[

@@ -26,6 +26,7 @@ from fewbits.store.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from fewbits.formats import Format
+    from fewbits.methods import Outcome
     from fewbits.model import Model
     from fewbits.model.weights import Weight
     from fewbits.preflight.sizes import Sizes
@@ -102,10 +103,14 @@ def _rounding(
     assert len(rows) == len(weights)
     found["measuring"] = (time.perf_counter() - began) / measured_seconds([(weight, len(some)) for weight in weights], rate)
     if method != "rtn":
-        weight = weights[-1]
-        w, fmt = source.load(weight), some[len(some) // 2]
+        fmt, narrow = some[len(some) // 2], [weight for weight in weights if not threads.are_all_used(weight.shape)]
+
+        def quantized(weight: Weight) -> Outcome:
+            return methods.get(method).quantize(source.load(weight), fmt, known[weight.name])
+
+        tried = narrow or weights[-1:]
         began = time.perf_counter()
-        with threads.for_weight(weight.shape):
-            methods.get(method).quantize(w, fmt, known[weight.name])
-        found["quantizing"] = (time.perf_counter() - began) / feedback_seconds([weight], rate)
+        outcomes = list(threads.side_by_side(quantized, narrow) if narrow else map(quantized, tried))
+        assert len(outcomes) == len(tried)
+        found["quantizing"] = (time.perf_counter() - began) / feedback_seconds(tried, rate)
     return found

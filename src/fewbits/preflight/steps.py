@@ -6,7 +6,7 @@ Work that is no product is counted as the operations that would take as long:
     measuring     1.85 million cols + 1,760 cols^2 for each weight and format that its columns divide into (256, 576 and 1536 columns:
                   9,000, 5,400 and 2,960 cols^2 on the embedded model and SmolLM2), and 9 rows x size^2 of its output moments
     forecasting   the float model and a damaged copy, a forward pass each; for its errors three factors of every weight, and 10,000 a number
-    quantizing    10,000 a number by rounding; 105,000 with error feedback, beside its products (on two threads, of which it uses one)
+    quantizing    10,000 a number by rounding; 40,000 with error feedback, beside its products
     tuning        4.5 forward passes of a minibatch of 1024 tokens for each step, and two of all samples
     verifying     the float model and two files in the runtime, a forward pass each
 """
@@ -40,11 +40,10 @@ _HISTOGRAM = 64 << 10  # bytes of statistics for each weight beside its moments:
 EFFICIENCY = 0.53
 _MEASURED = (1.85e6, 1760.0)  # equivalent operations, by columns and by their square
 _OUTPUT_SIDE = 9  # times rows x size^2 of the output moments, which are factored in float64
-_ROUNDED, _FED_BACK = 10_000, 105_000
 _IN_DOUBLE = 4  # operations in float64 take twice as long, and a product counts two
-_COUNTED_ON = 2  # threads: with more, products are faster, and error feedback in weights that are rounded on one thread is not
 _FEEDBACK_PASSES, _TUNED = 6, 4.5
 _PER_SCALE, _UNDER_A_SCALE = 5 * FLOAT, 32  # tuning: bytes of an entry, its gradient and what Adam keeps of it; weights that share one
+_ROUNDED, _FED_BACK = 10_000, 40_000
 _IDLE = 400 << 20  # bytes of a worker process that has no weight
 _LOOK = 0.1  # seconds to measure the speed
 _STARTING = 1.0  # seconds to open two sessions of a runtime, which read a vocabulary
@@ -93,14 +92,14 @@ def measured_seconds(weights: Iterable[tuple[Weight, int]], rate: float) -> floa
 
 
 def feedback_seconds(weights: Iterable[Weight], rate: float, processes: int = 1) -> float:
-    """Of rounding with error feedback; `rate` is that of all threads, `processes` share the weights that are rounded on one."""
+    """Of rounding with error feedback; `rate` is that of all threads, which round narrow weights side by side, or `processes` do."""
     import torch
 
+    shared = torch.get_num_threads() / processes if processes > 1 else 1.0
     total = 0.0
     for weight in weights:
         operations = numbers_of(weight) * (_FED_BACK + _FEEDBACK_PASSES * 2 * weight.shape[1] * (weight.kind != "embedding"))
-        alone = torch.get_num_threads() / _COUNTED_ON / processes
-        total += operations if threads.are_all_used(weight.shape) else operations * alone
+        total += operations if threads.are_all_used(weight.shape) else operations * shared
     return total / rate
 
 

@@ -10,6 +10,7 @@ fitted to it looks better than on others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from fewbits.formats.runtime.activations import Activation, quantized
 from fewbits.methods import error_feedback, gptq
 from fewbits.methods.error_feedback.expected import DAMPING
 from fewbits.sensitivity.rows import Drawn, draw
-from fewbits.sensitivity.table import Cell, Scores
+from fewbits.sensitivity.table import Cell, Scores, in_digits
 from fewbits.sensitivity.table import rounded as in_few_digits
 from fewbits.store.heap import return_free_memory
 from fewbits.store.threads import TOGETHER, Turns
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 ENOUGH = 1 << 16  # weights (about) whose errors are computed
 _FIRSTS, _DRAWN, _FEW = 32, 512, 128  # inputs whose rounding is tried, at position 0 and after it
+_KEPT = 2048  # columns up to which matrices of second moments are kept from format to format: 17 MB each
 _PIECE = 1 << 22  # values of a weight at a time, where a copy of all would take too much memory
 
 
@@ -62,13 +64,16 @@ class Predictor:
         # columns of a block and of a code, and the Hessian factored for them
         self._order: tuple[tuple[int, int], error_feedback.Ordered | None] = (0, 0), None
         self._by_row = None if method == "rtn" else gptq.output_cost(w, statistics, DAMPING)
+        self._importance = statistics.importance() if statistics.has_importance else None
+        self._scorer = Scorer(statistics, self.drawn)
+        self._hessian: Tensor | None = None
 
     def cells(self, formats: Iterable[Format]) -> Iterator[tuple[str, Cell]]:
         """Formats with blocks and codes of one width come one after the other: their Hessian is factored once, and only one is held."""
         wanted, cols = list(formats), self.w.shape[1]
         with _turns.taken(held_by(cols, self.method)):
             cells = {fmt.name: self.cell(fmt) for fmt in sorted(wanted, key=lambda fmt: _widths(fmt, cols))}
-            self._order = (0, 0), None
+            self._order, self._hessian = ((0, 0), None), None
         return_free_memory()
         yield from ((fmt.name, cells[fmt.name]) for fmt in wanted)
 
@@ -78,16 +83,15 @@ class Predictor:
         plain = self._rounded(fmt)
         if self.method == "rtn" or (solved := self._fed_back(fmt)) is None:
             return self._of(plain, None, "rtn")
-        fitted = self._of(solved, 1, "gptq", self._by_row)
         if self.method == "gptq":
-            return fitted
-        rounded = self._of(plain, 1, "rtn")  # judged on the same half, so that the two are comparable
-        return fitted if fitted.kl < rounded.kl else rounded
+            return self._of(solved, 1, "gptq", self._by_row)
+        fitted, rounded = self._damage(solved, 1, self._by_row), self._damage(plain, 1)  # on the same half, so that they are comparable
+        better = in_digits(self.drawn.total(fitted)) < in_digits(self.drawn.total(rounded))
+        return self._cell(solved, fitted, "gptq") if better else self._cell(plain, rounded, "rtn")
 
     def _rounded(self, fmt: Format) -> Tensor:
-        importance = self.statistics.importance() if self.statistics.has_importance else None
-        grid = fmt.fit(self.w, importance)
-        return self.w - fmt.decode(fmt.encode(self.w, grid, importance), grid)
+        grid = fmt.fit(self.w, self._importance)
+        return self.w - fmt.decode(fmt.encode(self.w, grid, self._importance), grid)
 
     def _fed_back(self, fmt: Format) -> Tensor | None:
         """The error with feedback, fitted to the first half; None: there is no Hessian, or it is singular."""
@@ -105,14 +109,20 @@ class Predictor:
         if not self.statistics.has_hessian:
             return None
         try:
-            return error_feedback.ordered(self.statistics.hessian(0), width, "blocks", DAMPING, torch.float32, dimension)
+            hessian = self.statistics.hessian(0) if self._hessian is None else self._hessian
+            self._hessian = hessian if len(hessian) <= _KEPT else None
+            return error_feedback.ordered(hessian, width, "blocks", DAMPING, torch.float32, dimension)
         except error_feedback.Singular:
             return None
 
     def _of(self, error: Tensor, half: Half, method: str, by_row: Tensor | None = None) -> Cell:
-        stats, drawn = self.statistics, self.drawn
-        damage = stats.row_damage(error, half, drawn.rows, by_row)
-        return in_few_digits(Cell(drawn.total(damage), drawn.spread(damage), method, scores(error, stats, drawn)))
+        return self._cell(error, self._damage(error, half, by_row), method)
+
+    def _damage(self, error: Tensor, half: Half, by_row: Tensor | None = None) -> Tensor:
+        return self.statistics.row_damage(error, half, self.drawn.rows, by_row)
+
+    def _cell(self, error: Tensor, damage: Tensor, method: str) -> Cell:
+        return in_few_digits(Cell(self.drawn.total(damage), self.drawn.spread(damage), method, self._scorer.scores(error)))
 
 
 def _widths(fmt: Format, cols: int) -> tuple[int, int]:
@@ -151,23 +161,43 @@ def _inputs_kl(w: Tensor, statistics: WeightStatistics, rounded: Callable[[Tenso
     return total
 
 
-def scores(error: Tensor, stats: WeightStatistics, drawn: Drawn) -> Scores:
+class Scorer:
     """Simpler measures of the same errors, see `Scores`."""
-    square = error.square()
-    if stats.input is None or stats.gradient_square is None:
-        plain = drawn.total(square.sum(1))
-        return Scores(plain, plain, plain, plain)
-    mean_square, gradient = stats.input.mean_square(), stats.output_sensitivity()[drawn.rows]
-    assert stats.fisher_square is not None and stats.sensitivity is not None
-    by_token = (stats.fisher_square.sum(0) / stats.sensitivity.sum().clamp(min=1e-300)).float()
-    moments = None if stats.input.moment is None else stats.input.second_moment()
-    output = square @ mean_square if moments is None else ((error @ moments) * error).sum(1)
-    return Scores(
-        weight=drawn.total(square.sum(1)),
-        output=drawn.total(output),
-        gradient=0.5 * drawn.total(gradient * (square @ mean_square)),
-        diagonal=0.5 * drawn.total(gradient * (square @ by_token)),
-    )
+
+    def __init__(self, stats: WeightStatistics, drawn: Drawn) -> None:
+        self._stats, self._drawn = stats, drawn
+        self._knows = stats.input is not None and stats.gradient_square is not None
+
+    @cached_property
+    def _by_column(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean squares of the inputs, the same weighted by the loss; and by row the gradients'."""
+        stats = self._stats
+        assert stats.input is not None and stats.fisher_square is not None and stats.sensitivity is not None
+        by_token = (stats.fisher_square.sum(0) / stats.sensitivity.sum().clamp(min=1e-300)).float()
+        return stats.input.mean_square(), by_token, stats.output_sensitivity()[self._drawn.rows]
+
+    @cached_property
+    def _kept_moments(self) -> Tensor | None:
+        seen = self._stats.input
+        return None if seen is None or seen.moment is None or seen.cols > _KEPT else seen.second_moment()
+
+    def scores(self, error: Tensor) -> Scores:
+        drawn, seen, square = self._drawn, self._stats.input, error.square()
+        if not self._knows or seen is None:
+            plain = drawn.total(square.sum(1))
+            return Scores(plain, plain, plain, plain)
+        mean_square, by_token, gradient = self._by_column
+        if seen.moment is None:
+            output = square @ mean_square
+        else:
+            moments = seen.second_moment() if self._kept_moments is None else self._kept_moments
+            output = ((error @ moments) * error).sum(1)
+        return Scores(
+            weight=drawn.total(square.sum(1)),
+            output=drawn.total(output),
+            gradient=0.5 * drawn.total(gradient * (square @ mean_square)),
+            diagonal=0.5 * drawn.total(gradient * (square @ by_token)),
+        )
 
 
 def _guess(w: Tensor, statistics: WeightStatistics) -> Tensor:

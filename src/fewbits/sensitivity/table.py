@@ -150,11 +150,11 @@ def runtime_block(columns: int) -> str:
 
 def rounded(cell: Cell) -> Cell:
     """To five digits (a prediction is good to two), when the cell is made, so that a table read back from a file gives the same plan."""
-    scores = Scores(**{key: _digits(value) for key, value in asdict(cell.scores).items()})
-    return Cell(_digits(cell.kl), _digits(cell.spread), cell.method, scores)
+    scores = Scores(**{key: in_digits(value) for key, value in asdict(cell.scores).items()})
+    return Cell(in_digits(cell.kl), in_digits(cell.spread), cell.method, scores)
 
 
-def _digits(value: float) -> float:
+def in_digits(value: float) -> float:
     return float(f"{value:.5g}")
 
 

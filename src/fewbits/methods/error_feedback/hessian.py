@@ -212,7 +212,7 @@ def _part(h: Tensor, block: slice, dtype: torch.dtype, dimension: int) -> Part:
     others = torch.linalg.solve(inside, h[block])
     others[:, block] = 0
     forward, pivots = _forward(lower.flip(0, 1), dimension)
-    return Part(*(each.to(dtype).contiguous() for each in (others, forward, inside)), pivots)
+    return Part(others.to(dtype).contiguous(), forward.to(dtype), inside.to(dtype).contiguous(), pivots)
 
 
 def _forward(root: Tensor, dimension: int) -> tuple[Tensor, Tensor | None]:

@@ -35,13 +35,13 @@ def solve(w: Tensor, fmt: Format, h: Ordered, fixed: Grid | None, passes: int, r
             return None
         search, entries = found
         grid = fields = {name: torch.empty(rows, len(h.blocks) * count, dtype=dtype) for name, (count, dtype) in entries.items()}
-    codebook = fmt.codebook
+    codebook, attempts = fmt.codebook, list[int]()
     if isinstance(codebook, Points):
-        book, attempts = codebook.native, (vectors.ATTEMPTS,)
+        book, attempts = codebook.native, [vectors.ATTEMPTS]
         codes = torch.empty(rows, w.shape[1] // fmt.dimension, dtype=torch.int32)
     else:
         assert fmt.levels
-        book, attempts = columns.table(fmt.levels).arrays, ()
+        book = columns.table(fmt.levels).arrays
         codes = torch.empty(w.shape, dtype=torch.uint8)
     stored: list[Any] = [field.view(torch.uint8).numpy() for field in fields.values()]
     into = scale, offset, codes.numpy(), stored

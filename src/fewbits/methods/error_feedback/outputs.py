@@ -20,6 +20,7 @@ others, adds nothing; natural order loses a quarter of the gain.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -42,10 +43,14 @@ class Chain:
 
     def held_out(self, moment: Tensor) -> Tensor:
         """(n,), in the order of `rows`: what a miss of each row's target costs by this moment, which is in natural order."""
+        local = self.rows - self.rows.min()
+        return self.held_out_by(moment.double()[local][:, local])
+
+    def held_out_by(self, moment: Tensor) -> Tensor:
+        """The same by a moment in float64 that is in the order of `rows`."""
         one = torch.eye(len(self.rows), dtype=torch.float64)
         misses: Tensor = torch.linalg.solve_triangular(self.coupling + one, one, upper=False)
-        local = self.rows - self.rows.min()
-        cost: Tensor = (moment.double()[local][:, local] @ misses).mul_(misses).sum(0)
+        cost: Tensor = (moment @ misses).mul_(misses).sum(0)
         return cost
 
 
@@ -88,7 +93,7 @@ def coupled(sums: Tensor, stakes: Tensor, damping: float) -> Outputs:
     cost most come first. Raises Singular."""
     chains, start = [], 0
     for moment in output_moments.blocks(sums):
-        chains.append(_chain(moment, stakes[start : start + len(moment)], start, damping))
+        chains.append(_chain(_visited(moment, stakes[start : start + len(moment)]), start, damping))
         start += len(moment)
     return Outputs(chains, damping)
 
@@ -99,22 +104,27 @@ def choose_damping(fit: Tensor, judge: Tensor, stakes: Tensor) -> float | None:
     some = torch.arange(0, len(fitted), max(1, -(-len(fitted) // _TRIED)))
     fitted, other, stakes = fitted[some][:, some], other[some][:, some], stakes[: len(fitted)][some].double()
     cost: dict[float | None, float] = {None: float(other.diagonal().double() @ stakes)}
+    g = order, *_ = _visited(fitted, stakes)
+    other, stakes = other.double()[order][:, order], stakes[order]
     for damping in DAMPINGS:
-        try:
-            chain = _chain(fitted, stakes, 0, damping)
-        except Singular:
-            continue
-        cost[damping] = float(chain.held_out(other) @ stakes[chain.rows])
+        with suppress(Singular):
+            cost[damping] = float(_chain(g, 0, damping).held_out_by(other) @ stakes)
     return min(cost, key=lambda damping: cost[damping])
 
 
-def _chain(moment: Tensor, stakes: Tensor, first: int, damping: float) -> Chain:
+def _visited(moment: Tensor, stakes: Tensor) -> tuple[Tensor, Tensor, float]:
+    """(rows in visiting order, the moment in float64 in this order, the mean of its diagonal)."""
     g = moment.double()
     g = (g + g.T) / 2
     order = (g.diagonal() * stakes.double()).argsort(descending=True, stable=True)
-    if not float(g.diagonal().mean()) > 0:  # nothing moves the loss: no row can make up for another
+    return order, g[order][:, order], float(g.diagonal().mean())
+
+
+def _chain(visited: tuple[Tensor, Tensor, float], first: int, damping: float) -> Chain:
+    order, g, mean = visited
+    if not mean > 0:  # nothing moves the loss: no row can make up for another
         return Chain(first + order, torch.zeros_like(g))
-    root, _ = factored(g[order][:, order], damping, float(g.diagonal().mean()))
+    root, _ = factored(g, damping, mean)
     forward = root.T / root.diagonal().unsqueeze(1)
     coupling = torch.zeros_like(forward)
     for start in range(GROUP, len(forward), GROUP):
