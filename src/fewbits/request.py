@@ -126,6 +126,8 @@ class Request:
             raise InputError("`--weights` weighs the text that is calibrated with, and here are statistics of some already", hint)
         if self.within is not None and not self.workers.in_process:
             raise InputError("`--within` times this process, and `--executor` hands the work to others", "leave one of them out")
+        if self.activations_kl is not None and self.activations == "none":
+            raise InputError("`--activations-kl` goes with `--activations`", "leave it out")
         if not self.has_budget:
             self._check_nothing_ignored()
 
@@ -278,8 +280,6 @@ class Request:
         chosen["--strategy"] = self.strategy != "solve"
         if name := next((name for name, given in chosen.items() if given), None):
             raise InputError(f"`{name}` goes with a budget", "give `--size`, `--fits` or an accuracy instead of a format or a plan")
-        if self.activations_kl is not None and self.activations == "none":
-            raise InputError("`--activations-kl` goes with `--activations`", "leave it out")
         said = {"--kv": self.kv is not None, "--activations": self.activations != "none"}
         if self.plan is not None and (name := next((name for name, given in said.items() if given), None)):
             raise InputError(f"`{name}` does not go with `--plan`", "the plan says it itself: edit plan.json instead")
