@@ -156,7 +156,8 @@ def clipping_kl(w: Tensor, statistics: WeightStatistics, reach: float, fitted: b
     by_column = (by_row / by_row.mean().clamp(min=1e-30)) @ w.square()
     weight = statistics.share * float(statistics.sensitivity.sum()) / max(1, seen.tokens())
     largest, total = seen.absmax, 0.0
-    for fit, judge in ((0, 1), (1, 0)):
+    halves: tuple[tuple[Half, Half], ...] = ((0, 1), (1, 0))
+    for fit, judge in halves:
         known = seen.absmax_of(fit)
         limit = reach * (known / largest.clamp(min=1e-30) if fitted else known.max() / largest.max().clamp(min=1e-30))
         beyond = (seen.absmax_of(judge) - limit).clamp(min=0)
