@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fewbits.planning import Plan
     from fewbits.planning.target import Target
 
+_NAMED = 8  # inputs that the remark names
 LIMIT = 0.005  # KL, and so about half a percent of perplexity: 8-bit weights and what the forecast misses have the other half of one
 
 
@@ -87,11 +88,12 @@ class Choice:
         asked = self.inputs[0].ways[0].activation
         before = math.fsum(each.ways[0].kl for each in self.inputs)
         costly = sorted(self.exempt, key=lambda each: -each.ways[0].kl)
-        named = ", ".join(f"{each.weights[0]} ({_figure(each.ways[0].kl)})" for each in costly)
+        named = ", ".join(f"{each.weights[0]} ({_figure(each.ways[0].kl)})" for each in costly[:_NAMED])
+        more = f" and {len(costly) - _NAMED} more, in plan.json" if len(costly) > _NAMED else ""
         return (
             f"{len(self.exempt)} of {len(self.inputs)} inputs are not rounded to {asked.name if asked else 'float'}, because with them "
             f"that would cost KL {_figure(before)}, without them {_figure(self.kl)} (`--activations-kl {self.limit:g}`; inf rounds all): "
-            f"{named}"
+            f"{named}{more}"
         )
 
 
