@@ -282,8 +282,8 @@ class Run:
         asked = self.request
         return Maker(
             source=self.subject, text=self.text, statistics=statistics, work=asked.work, cache=self.cache, progress=self.progress,
-            rewrite=asked.rewrite, memory=asked.memory, target=asked.target, sequential=asked.sequential, tune=asked.tune or 0,
-            crew=self.crew,
+            rewrite=asked.rewrite, activations_kl=asked.activations_limit, memory=asked.memory, target=asked.target,
+            sequential=asked.sequential, tune=asked.tune or 0, crew=self.crew,
         )  # fmt: skip
 
     def spend(self, maker: Maker, table: Sensitivity) -> tuple[OutputFile, Verdict | None, Decision, Sequence[Round]]:
@@ -334,7 +334,7 @@ class Run:
         gathered = results.gather(
             results.Subject(made.prepared.model, made.artifact, made.path), decision=decision, statistics=made.prepared.statistics,
             windows=() if asked.no_verify or self.subject.layout or embeddings.given_by(self.source.config) or late else self.text.windows,
-            commands=results.commands(asked), memory=asked.memory, remarks=self.remarks, progress=self.progress,
+            commands=results.commands(asked), memory=asked.memory, remarks=(*self.remarks, *made.prepared.remarks), progress=self.progress,
         )  # fmt: skip
         gathered = self.with_answers(made, None if late else verdict, replace(gathered, for_size=results.for_size(asked)))
         plan, coverage, rewrites = made.prepared.plan, made.prepared.coverage, made.prepared.rewrites

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from fewbits.formats import names_of
 from fewbits.formats.runtime import activations as activation_formats
 from fewbits.model import placement
 from fewbits.model.gguf.model import GgufModel
-from fewbits.planning import decision, recipes, rounds, speed, uninformed
+from fewbits.planning import decision, recipes, rounded_inputs, rounds, speed, uninformed
 from fewbits.planning.accuracy import Thresholds
 from fewbits.planning.constraints import Constraints, listed
 from fewbits.planning.decision import Budget
@@ -79,6 +80,7 @@ class Request:
     strategy: str = "solve"
     kv: str | None = None
     activations: str = "none"
+    activations_kl: float | None = None  # that rounding inputs is predicted to cost at most, beyond which some stay as they are
 
     data: Paths = ()  # text to calibrate with; none given: the embedded text
     held_out: Paths = ()  # text to judge on; none given: a part of `data` that calibration does not see, or the embedded text
@@ -92,7 +94,7 @@ class Request:
     shards: int = 1  # parts of the text that are calibrated apart
 
     method: str = "auto"
-    rewrite: str = "none"
+    rewrite: str | None = None  # None: SmoothQuant where inputs are rounded to int8 and text is calibrated with, else none
     sequential: bool = False
     tune: int | None = None  # None: as many steps as pay, which depends on the budget
 
@@ -124,6 +126,8 @@ class Request:
             raise InputError("`--weights` weighs the text that is calibrated with, and here are statistics of some already", hint)
         if self.within is not None and not self.workers.in_process:
             raise InputError("`--within` times this process, and `--executor` hands the work to others", "leave one of them out")
+        if self.activations_kl is not None and self.activations == "none":
+            raise InputError("`--activations-kl` goes with `--activations`", "leave it out")
         if not self.has_budget:
             self._check_nothing_ignored()
 
@@ -236,7 +240,7 @@ class Request:
             return self
         mixture = any(weight.expert is not None for weight in subject.weights)  # too large to hold a block of it with gradients
         possible = not (subject.layout or mixture) and self.statistics is None and self.workers.in_process and self.calibrates(plan)
-        plain = self.method.lower() != "rtn" and self.rewrite == "none" and self.activations == "none"
+        plain = self.method.lower() != "rtn" and self.rewrite in (None, "none") and self.activations == "none"
         pays = (
             pricing.means_few_bits(subject, self.target, self.budget, self.constraints)
             if plan is None
@@ -249,6 +253,14 @@ class Request:
         formats = tuple(fmt.name for fmt in settings.formats) if self.has_budget else self.formats
         samples = settings.samples if self.statistics is None else self.samples
         return replace(self, samples=samples, formats=formats, tune=settings.tune, tokens=settings.tokens)
+
+    @property
+    def activations_limit(self) -> float:
+        """A plan.json says itself how inputs are read. Inputs of 4 bits are asked for in the knowledge of what they cost."""
+        if self.activations_kl is not None:
+            return self.activations_kl
+        rounded = activation_formats.parse(self.activations)
+        return rounded_inputs.LIMIT if rounded and rounded.format == "int8" else math.inf
 
     def fixed_plan(self, source: Model) -> Plan | None:
         """The plan that a format or a plan.json says; None: there is a budget to spend."""
@@ -274,7 +286,7 @@ class Request:
 
     def _check_as_laid_out(self, subject: Model) -> None:
         """What works on the modules of a checkpoint is refused for matrices that are laid out for llama.cpp."""
-        asked = {"--sequential": self.sequential, "--tune": self.tune, "--rewrite": self.rewrite != "none"}
+        asked = {"--sequential": self.sequential, "--tune": self.tune, "--rewrite": self.rewrite not in (None, "none")}
         asked |= {"--activations": self.activations != "none", "--kv": self.kv is not None, "--executor": not self.workers.in_process}
         if name := next((name for name, given in asked.items() if given), None):
             raise InputError(f"`{name}` does not go with a layout that is not fewbits' own", "leave it out")
@@ -291,7 +303,7 @@ class Request:
     def _check_plannable(self, source: Model) -> None:
         methods.get(self.method)
         self.constraints.rules_for(source.weights)
-        if self.rewrite != "none":
+        if self.rewrite not in (None, "none"):
             raise InputError("`--rewrite` goes with `--format`", "a budget chooses formats for the weights as they are")
         if self.activations != "none":
             raise InputError("`--activations` goes with `--format`", "or make a plan first and edit it")

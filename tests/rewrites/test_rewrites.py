@@ -265,3 +265,28 @@ def test_find_all_walks_the_model(name: rewrites.Name, opened: Callable[[str], m
     assert taken and taken == set(rewrite.rows)
     before, after = logits(source), logits(RewrittenModel(source, rewrite))
     assert (after - before).abs().max() < 1e-4 * before.abs().max()
+
+
+def test_channels_of_inputs_that_are_not_rounded_are_left_alone(opened: Callable[[str], model.Model]) -> None:
+    """And factors that were found before are taken again where nothing has changed."""
+    source = opened("llama")
+    stats = {weight: measured(x) for weight, x in inputs_of(source).items()}
+    fmt = formats.get("int8_channel")
+    every = rewrites.find_all(source, "smoothquant", stats, lambda _: fmt, silent, lambda _: "tensor")
+    exempt = "model.layers.0.mlp.down_proj"
+
+    def how(weight: str) -> rewrites.smoothquant.Activations | None:
+        return None if weight == exempt else "token" if weight == "model.layers.1.mlp.down_proj" else "tensor"
+
+    some, rows = rewrites.find_all(source, "smoothquant", stats, lambda _: fmt, silent, how, every)
+    assert exempt in every[0].columns and exempt not in some.columns
+    assert next(row.reason for row in rows if row.consumers == (exempt,)) == "its input is not rounded"
+    others = {weight for weight in every[0].columns if how(weight) == "tensor"}
+    assert others and all(torch.equal(some.columns[weight], every[0].columns[weight]) for weight in others)
+    found = rewrites.find_all(source, "smoothquant", stats, lambda _: fmt, silent, how)[0]
+    again = "model.layers.1.mlp.down_proj"
+    token, alone = some.columns.get(again), found.columns.get(again)  # by a search, as without those found before
+    assert (token is None) == (alone is None) and (token is None or torch.equal(token, alone))
+    assert again in every[0].columns and (token is None or not torch.equal(token, every[0].columns[again]))
+    before, after = logits(source), logits(RewrittenModel(source, some))
+    assert (after - before).abs().max() < 1e-4 * before.abs().max()

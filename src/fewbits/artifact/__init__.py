@@ -14,6 +14,7 @@ tuned.py          scales of all weights tuned together        preparation.py  ch
 maker.py          all of it, for one plan                      accuracy_loop.py  plans made until a file is accurate enough
 draft.py          an artifact without codes, for dry runs      written.py      hashes of exported files
 stand_in.py       what makes transformers refuse the folder without fewbits
+input_prices.py   what it costs to round the inputs of its weights
 """
 
 from __future__ import annotations

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fewbits import calibration, formats, methods, planning, rewrites
+from fewbits.artifact import input_prices
 from fewbits.calibration import ranges, reuse
 from fewbits.calibration.folder import Statistics
 from fewbits.calibration.importance_matrix import ImportanceMatrix
 from fewbits.calibration.text.coverage import Coverage, coverage
 from fewbits.errors import InputError
 from fewbits.formats.runtime.activations import NVFP4, Activation
+from fewbits.planning import rounded_inputs
 from fewbits.rewrites.rescaling import RewrittenModel
 from fewbits.rewrites.statistics import Rescaled, digest
 from fewbits.store.cache import hash_of
@@ -23,8 +26,11 @@ if TYPE_CHECKING:
     from fewbits.calibration.split import Text
     from fewbits.model import Model
     from fewbits.planning import Plan
+    from fewbits.planning.rounded_inputs import Choice
+    from fewbits.planning.target import Target
     from fewbits.progress import Progress
     from fewbits.rewrites import Rewrite
+    from fewbits.rewrites.smoothquant import Activations
     from fewbits.store.cache import Cache
 
 REWRITES = ("none", "auto", "awq", "smoothquant")
@@ -37,10 +43,15 @@ class Prepared:
     statistics: Rescaled | Statistics | ImportanceMatrix | None
     coverage: Coverage | None
     rewrites: tuple[dict[str, object], ...] = ()  # every place where channels could be rescaled, and the effect
+    remarks: tuple[str, ...] = ()  # what a reader of the result should know
 
 
-def needs_calibration(plan: Plan, rewrite: str) -> bool:
-    return rewrite != "none" or _needs_ranges(plan) or any(methods.get(entry.method).needs_statistics for entry in plan.entries)
+def needs_calibration(plan: Plan, rewrite: str | None) -> bool:
+    return _rewrite(rewrite, plan) != "none" or _calibrates(plan)
+
+
+def _calibrates(plan: Plan) -> bool:
+    return any(a.static for a in plan.activations.values()) or any(methods.get(each.method).needs_statistics for each in plan.entries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +59,20 @@ class Preparer:
     """Prepares the plans of one run, which share all that is here."""
 
     source: Model
+    target: Target
     text: Text
     statistics: Statistics | ImportanceMatrix | None
     work: Path  # folder of statistics, artifacts and the cache, for this run and the next
     cache: Cache
     progress: Progress[Any]
-    rewrite: str = "none"
+    rewrite: str | None = "none"  # None: what pays for this plan
+    activations_kl: float = math.inf  # that rounding inputs may cost; beyond it some are left as they are
     memory: int = 1 << 30
 
     def prepare(self, plan: Plan) -> Prepared:
         text, name = self.text, _rewrite(self.rewrite, plan)
+        if self.rewrite is None and not isinstance(self.statistics, Statistics):
+            name = "none"
         rows: Sequence[Any] = ()
         model = self.source
         statistics: Rescaled | Statistics | ImportanceMatrix | None = self.statistics
@@ -73,12 +88,33 @@ class Preparer:
                 plan = _ranged(plan, self.statistics)
             else:
                 plan = _ranged(plan, self._ranges(model, statistics))
+        choice = self._choice(plan, model, statistics)
+        if choice is not None:
+            plan = choice.applied(plan, model.weights, self.target)
+        if choice is not None and choice.exempt and name == "smoothquant" and isinstance(self.statistics, Statistics):
+            # where an input is not rounded as asked, factors for that would only make its weights harder to round
+            rewrite, rows = self._factors(plan, self.statistics, name, (rewrite, rows))
+            model, statistics = RewrittenModel(self.source, rewrite), Rescaled(self.statistics, rewrite)
+        remark = choice.remark() if choice else None
         covered = coverage(text.samples, self.source.tokenizer, text.windows) if text.samples else None
-        return Prepared(model, plan, statistics, covered, tuple(asdict(row) for row in rows))
+        return Prepared(model, plan, statistics, covered, tuple(asdict(row) for row in rows), (remark,) if remark else ())
 
-    def _factors(self, plan: Plan, statistics: Statistics, name: Any) -> tuple[Rewrite, Sequence[Any]]:
+    def _choice(self, plan: Plan, model: Model, statistics: object) -> Choice | None:
+        """How every input is read; None: as the plan says."""
+        limited = not math.isinf(self.activations_kl) or any(a.granularity == "tensor" for a in plan.activations.values())
+        if not limited or not isinstance(statistics, Rescaled | Statistics):
+            return None
+        inputs = input_prices.priced(plan, model, statistics, self.target, self.progress)
+        return rounded_inputs.choose(inputs, self.activations_kl) if inputs else None
+
+    def _factors(
+        self, plan: Plan, statistics: Statistics, name: Any, earlier: tuple[Rewrite, Sequence[Any]] | None = None
+    ) -> tuple[Rewrite, Sequence[Any]]:
         """The factors of a rewrite, from the cache if they are there."""
-        per: Literal["token", "tensor"] = "tensor" if any(a.static for a in plan.activations.values()) else "token"
+        per: dict[str, Activations | None] = {}
+        for entry in plan.entries:
+            rounded = entry.activation
+            per[entry.weight] = rounded.granularity if rounded else None if plan.activations else "token"
         stored = {entry.weight: entry.format for entry in plan.entries}
         key: dict[str, Any] = {"source": self.source.fingerprint, "statistics": statistics.digest}
         key |= {"name": name, "per": per, "formats": stored}
@@ -86,7 +122,7 @@ class Preparer:
             rows = [rewrites.FoldRow(**row | {"consumers": tuple(row["consumers"])}) for row in done.values["rows"]]
             return rewrites.Rewrite.from_tensors(done.tensors), rows
         rewrite, rows = rewrites.find_all(
-            self.source, name, statistics.of, lambda weight: formats.get(stored[weight]), self.progress, activations=per
+            self.source, name, statistics.of, lambda weight: formats.get(stored[weight]), self.progress, per.__getitem__, earlier
         )
         self.cache.keep("rewrite", {"rows": [asdict(row) for row in rows]}, rewrite.to_tensors(), **key)
         return rewrite, rows
@@ -104,12 +140,13 @@ class Preparer:
         return reuse.once("ranges", folder, cache, {"text": hash_of(samples.ids)}, collect, self.progress)
 
 
-def _rewrite(asked: str, plan: Plan) -> Any:
-    if asked not in REWRITES:
+def _rewrite(asked: str | None, plan: Plan) -> Any:
+    if asked is not None and asked not in REWRITES:
         raise InputError(f"no rewrite is named `{asked}`", f"known rewrites: {', '.join(REWRITES)}")
-    if asked != "auto":
+    if asked not in ("auto", None):
         return asked
-    return "smoothquant" if any(a.format == "int8" for a in plan.activations.values()) else "none"
+    pays = any(a.format == "int8" for a in plan.activations.values()) and (asked == "auto" or _calibrates(plan))
+    return "smoothquant" if pays else "none"
 
 
 def _needs_ranges(plan: Plan) -> bool:

@@ -17,8 +17,8 @@ from fewbits.errors import InputError
 HINT = "make it anew with `fewbits calibrate`"
 # field -> type and shape; letters are sizes that must agree within a weight
 _INPUT = {
-    "count": (torch.int64, "2"), "total": (torch.float64, "2c"), "square": (torch.float64, "2c"), "low": (torch.float32, "c"),
-    "high": (torch.float32, "c"), "first": (torch.float32, "sc"), "first_half": (torch.uint8, "s"), "extremes": (torch.float32, "b2"),
+    "count": (torch.int64, "2"), "total": (torch.float64, "2c"), "square": (torch.float64, "2c"), "low": (torch.float32, "2c"),
+    "high": (torch.float32, "2c"), "first": (torch.float32, "sc"), "first_half": (torch.uint8, "s"), "extremes": (torch.float32, "b2"),
     "some": (torch.float16, "tc"), "some_half": (torch.uint8, "t"), "moment": (torch.float32, "2cc"),
     "histogram_counts": (torch.int64, "h"), "histogram_reach": (torch.float64, "1"),
 }  # fmt: skip

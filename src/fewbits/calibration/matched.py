@@ -152,7 +152,7 @@ def _turned(parts: list[WeightStatistics], match: Match) -> WeightStatistics:
     by_row = diagonal.double() / part.sensitivity.sum().clamp(min=1e-30) * tokens.sum()
     cols = by_column.shape[1]
     moment = torch.diag_embed(by_column.float())
-    nothing = torch.zeros(cols)
+    nothing = torch.zeros(2, cols)
     seen = InputStatistics(
         count=tokens.long(),
         total=torch.zeros_like(by_column),

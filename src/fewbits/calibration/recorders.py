@@ -88,16 +88,24 @@ class Site:
     def finished(self) -> InputStatistics:
         a, b = self.halves
         first = torch.cat([torch.empty(0, self.cols), *self.first])
+        low, high = torch.stack([a.low, b.low]), torch.stack([a.high, b.high])
         both = Moments(self.cols)
-        both.add(first)  # ranges and histogram are of all positions
+        for half in (0, 1):  # ranges and histogram are of all positions
+            firsts = Moments(self.cols)
+            firsts.add(first[torch.tensor(self.first_half) == half] if len(first) else first)
+            low[half], high[half] = torch.minimum(low[half], firsts.low), torch.maximum(high[half], firsts.high)
+            both.merge(firsts)
         both.merge(a)
         both.merge(b)
+        empty = [not (halves.count or half in self.first_half) for half, halves in enumerate(self.halves)]
+        if any(empty) and not all(empty):
+            low[empty.index(True)], high[empty.index(True)] = both.low, both.high
         return InputStatistics(
             count=torch.tensor([a.count, b.count]),
             total=torch.stack([a.sum, b.sum]),
             square=torch.stack([a.sum_squares, b.sum_squares]),
-            low=both.low,
-            high=both.high,
+            low=low,
+            high=high,
             first=first,
             first_half=torch.tensor(self.first_half, dtype=torch.uint8),
             extremes=torch.stack(self.extremes) if self.extremes else torch.empty(0, 2),

@@ -36,7 +36,7 @@ class InputStatistics:
     count: Tensor  # (2,) int64: tokens of each half
     total: Tensor  # (2, cols) float64
     square: Tensor  # (2, cols) float64
-    low: Tensor  # (cols,) float32, position 0 included
+    low: Tensor  # (2, cols) float32, position 0 included; a half without tokens has the other's
     high: Tensor
     first: Tensor  # (samples, cols) float32: the inputs at position 0
     first_half: Tensor  # (samples,) uint8
@@ -52,7 +52,12 @@ class InputStatistics:
 
     @property
     def absmax(self) -> Tensor:
-        return torch.maximum(-self.low, self.high)
+        """(cols,): in all samples."""
+        return self.absmax_of(None)
+
+    def absmax_of(self, half: Half) -> Tensor:
+        largest = torch.maximum(-self.low, self.high)
+        return largest.amax(0) if half is None else largest[half]
 
     def tokens(self, half: Half = None) -> int:
         return int(_of(self.count, half)) + len(self.firsts(half))

@@ -36,8 +36,12 @@ def quantize(
     samples: options.Samples = 512,
     seed: options.Seed = 0,
     rewrite: Annotated[
-        str, typer.Option("--rewrite", help="Rescale channels first, leaving the function as it is: none, auto, awq or smoothquant.")
-    ] = "none",
+        str | None,
+        typer.Option(
+            "--rewrite",
+            help="Rescale channels first: none, auto, awq or smoothquant. Default: smoothquant for int8 activations, else none.",
+        ),
+    ] = None,
     tune: Annotated[
         int | None,
         typer.Option(
@@ -50,6 +54,14 @@ def quantize(
         bool, typer.Option("--sequential", help="Take each block's statistics after the blocks before it were quantized.")
     ] = False,
     activations: Annotated[str, typer.Option("--activations", help="none, int8, fp8 (either with :static), or nvfp4.")] = "none",
+    activations_kl: Annotated[
+        float | None,
+        typer.Option(
+            "--activations-kl",
+            min=0,
+            help="KL that this is predicted to cost at most: beyond it the costliest inputs stay. Default: 0.005 for int8.",
+        ),
+    ] = None,
     kv: Annotated[str | None, typer.Option("--kv", help="Format of the KV cache: int8, int4, fp8.")] = None,
     memory: options.Memory = "1GB",
     device: options.Device = "auto",
@@ -84,7 +96,8 @@ def quantize(
     """A checkpoint to a quantized file, verified in the runtime that it is meant for. Or a float .onnx file to a packed one."""
     if model.lower().endswith(".onnx"):
         refused = {
-            "--size": size, "--fits": fits, "--kv": kv, "--stats": stats, "--rewrite": rewrite != "none", "--tune": tune, "--to": to,
+            "--size": size, "--fits": fits, "--kv": kv, "--stats": stats, "--rewrite": rewrite, "--tune": tune, "--to": to,
+            "--activations-kl": activations_kl is not None,
             "--sequential": sequential, "--max-kl": max_kl, "--min-agreement": min_agreement, "--max-ppl-ratio": max_ppl_ratio,
             "--held-out": held_out, "--formats": formats, "--together": together, "--split-size": split_size,
             "--executor": executor.lower() not in ("auto", "local"), "--store": store, "--shards": shards > 1, "--like": like,
@@ -106,9 +119,9 @@ def quantize(
         model, out, to=to, split_size=split_size, size=size, fits=fits, context=context, format=format, plan=plan,
         override=override or (), formats=options.names_of(formats), together=together or (), min_speed=min_speed,
         bandwidth=parse_bandwidth(bandwidth), strategy=strategy, rounds=rounds, method=method, data=data or (), held_out=held_out or (),
-        stats=stats, samples=samples, seed=seed, rewrite=rewrite, sequential=sequential, tune=tune, activations=activations, kv=kv,
-        weights=weights, memory=options.bytes_of(memory), device=device, within=within, began=options.BEGAN,
-        max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
+        stats=stats, samples=samples, seed=seed, rewrite=rewrite, sequential=sequential, tune=tune, activations=activations,
+        activations_kl=activations_kl, kv=kv, weights=weights, memory=options.bytes_of(memory), device=device, within=within,
+        began=options.BEGAN, max_kl=max_kl, min_agreement=min_agreement, max_ppl_ratio=max_ppl_ratio,
         min_cosine=min_cosine, length=length, tokens=tokens, no_verify=no_verify, executor=executor, store=store, shards=shards,
         fresh=fresh, offline=offline, like=like, converter=converter, accept_unmatched=accept_unmatched, max_floor=max_floor,
         imatrix=imatrix, requantize=requantize, answers=answers, progress=progress_for(as_json, quiet),

@@ -11,6 +11,7 @@ footprint.py      memory that a model takes while it runs     speed.py        to
 accuracy.py       how accurate a file must be                 rounds.py       the search for the smallest plan that is accurate enough
 rules.py          `--override`                                explanation.py  why a weight got its format
 target.py         what planning asks of a target              uninformed.py   what is refused where nothing says which columns matter
+rounded_inputs.py which inputs are rounded, and which cost too much
 """
 
 from __future__ import annotations

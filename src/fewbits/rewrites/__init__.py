@@ -10,7 +10,7 @@ bias.py         biases corrected for the mean of the rounding errors
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -54,11 +54,13 @@ def find_all(
     statistics: Statistics,
     formats: Callable[[str], Format],
     progress: Progress[Findings],
-    activations: Activations = "token",
+    activations: Callable[[str], Activations | None] = lambda _: "token",
+    earlier: tuple[Rewrite, Sequence[FoldRow]] | None = None,
 ) -> tuple[Rewrite, list[FoldRow]]:
     """Block by block: the folds that leave the output unchanged, and for each the factors that lower the error on held-out samples.
 
-    `formats`: the format that each weight will be stored in.
+    `formats`: the format that each weight will be stored in. `activations`: how its input will be rounded, for SmoothQuant; None: not at
+    all, and its channels are left as they are. `earlier`: found for the same model, and kept where inputs have one scale for all tokens.
     """
     if name not in ("awq", "smoothquant"):
         raise InputError(f"no rewrite is named `{name}`", "known rewrites: awq, smoothquant")
@@ -75,13 +77,23 @@ def find_all(
             if any(formats(consumer).is_cast for consumer in fold.consumers):
                 rows.append(FoldRow(fold.producer, fold.consumers, reason="a reader is kept in float"))
                 continue
+            rounded = {activations(consumer) for consumer in fold.consumers}
+            if name == "smoothquant" and None in rounded:
+                rows.append(FoldRow(fold.producer, fold.consumers, reason="its input is not rounded"))
+                continue
+            if earlier and rounded == {"tensor"}:
+                columns = earlier[0].columns.get(fold.consumers[0])
+                rows.append(next(row for row in earlier[1] if row.consumers == fold.consumers))
+                whole = whole if columns is None else whole.then(Rewrite.of(fold, columns))
+                continue
             if name == "awq":
                 producer = _of(statistics, fold.producer) if fold.producer in by_name else None  # a norm has no statistics
                 best = _awq(model, fold, by_name, stats, producer, formats, whole)
             else:
+                per: Activations = "tensor" if "tensor" in rounded else "token"
                 matrices = {each: whole.matrix(by_name[each], model.load(by_name[each])) for each in fold.consumers}
                 seen = {each: rewritten(stats[each], each, whole) for each in fold.consumers}
-                best = smoothquant.search(fold, seen, matrices, {each: formats(each) for each in fold.consumers}, activations)
+                best = smoothquant.search(fold, seen, matrices, {each: formats(each) for each in fold.consumers}, per)
             reason = "nothing was better on held-out samples" if best.parameter is None else ""
             rows.append(FoldRow(fold.producer, fold.consumers, best.parameter, best.before, best.after, reason))
             if best.parameter is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fewbits.formats.runtime.activations import Activation, quantized
 from fewbits.methods import error_feedback, gptq
@@ -134,15 +135,38 @@ def activation_kl(w: Tensor, statistics: WeightStatistics, activation: Activatio
     return _inputs_kl(w, statistics, lambda x: quantized(x, activation), _DRAWN)
 
 
+def clipping_kl(w: Tensor, statistics: WeightStatistics, reach: float, fitted: bool = False) -> float | None:
+    """Of values beyond a fixed range, on text that calibration has not seen: a limit that one half of the samples sets, met by the largest
+    values of the other. `reach`: the range of all samples. `fitted`: factors bring every channel to that range (SmoothQuant), so that each
+    has a limit of its own, and with a thousand channels one token in ten exceeds one of them.
+
+    One token of a half is counted for each channel. That is too few; and too many, because all samples together set a wider range than
+    half of them."""
+    seen = statistics.input
+    if seen is None or statistics.sensitivity is None or statistics.gradient_square is None:
+        return None
+    by_row = statistics.output_sensitivity()
+    by_column = (by_row / by_row.mean().clamp(min=1e-30)) @ w.square()
+    weight = statistics.share * float(statistics.sensitivity.sum()) / max(1, seen.tokens())
+    largest, total = seen.absmax, 0.0
+    halves: tuple[tuple[Half, Half], ...] = ((0, 1), (1, 0))
+    for fit, judge in halves:
+        known = seen.absmax_of(fit)
+        limit = reach * (known / largest.clamp(min=1e-30) if fitted else known.max() / largest.max().clamp(min=1e-30))
+        beyond = (seen.absmax_of(judge) - limit).clamp(min=0)
+        total += 0.25 * weight * float((beyond.square() @ by_column).double()) / max(1, seen.tokens(judge))
+    return total
+
+
 def runtime_kl(w: Tensor, statistics: WeightStatistics, block: int) -> float | None:
     """Of inputs that a runtime itself rounds for a quantized matmul: to 8 bits, with a scale for each `block` of columns."""
     return _inputs_kl(w, statistics, lambda x: _in_blocks(x, block), _FEW)
 
 
 def _in_blocks(x: Tensor, block: int) -> Tensor:
-    parts: Tensor = x.unflatten(1, (-1, block))
+    parts: Tensor = pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
     step = (parts.abs().amax(2, keepdim=True) / 127).clamp(min=1e-30)
-    return ((parts / step).round() * step).flatten(1)
+    return ((parts / step).round() * step).flatten(1)[:, : x.shape[1]]
 
 
 def _inputs_kl(w: Tensor, statistics: WeightStatistics, rounded: Callable[[Tensor], Tensor], tokens: int) -> float | None:

@@ -103,6 +103,10 @@ class Activation:
         scale = _stored((high - low) / 255)
         return replace(self, scale=scale, zero=max(-128, min(127, round(-128 - low / scale))))
 
+    def widened(self, times: float) -> Activation:
+        """The same with a range so many times as wide; static only."""
+        return replace(self, scale=_stored(static_scale(self) * times))
+
     def to_dict(self) -> dict[str, object]:
         """Only fields that differ from the default, so that a dynamic one has its format alone."""
         default = Activation(self.format)
