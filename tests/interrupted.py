@@ -148,14 +148,14 @@ class Runs:
         return forked(child, killed_after)
 
     def goes_on(self, what: object) -> None:
-        """To the bytes of the whole run, with at most the one in hand done again."""
+        """To the bytes of the whole run, with at most what was in hand done again."""
         assert forked(self.run) == 0
         found, done = self.files(), self.counted_units()
         assert found.keys() == self.whole.keys(), (what, found.keys() ^ self.whole.keys())
         assert [name for name in self.whole if self.whole[name] != found[name]] == [], what
         again = {name: done[name] - self.units[name] for name in UNITS}
-        # weights are measured several at a time: with one thread one in hand, and two that wait for it or to be kept
-        assert all(0 <= again[name] <= (3 if name == "measured" else 1) for name in UNITS), (what, again)
+        # weights are measured and rounded several at a time: with one thread one in hand, and two that wait for it or to be kept
+        assert all(0 <= again[name] <= (3 if name in ("measured", "quantized") else 1) for name in UNITS), (what, again)
         assert sum(1 for name in UNITS if again[name]) <= 1, (what, again)
 
     def _counts(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

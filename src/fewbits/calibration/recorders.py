@@ -92,7 +92,7 @@ class Site:
         both = Moments(self.cols)
         for half in (0, 1):  # ranges and histogram are of all positions
             firsts = Moments(self.cols)
-            firsts.add(first[torch.tensor(self.first_half) == half] if len(first) else first)
+            firsts.add(first[[row for row, of in enumerate(self.first_half) if of == half]])
             low[half], high[half] = torch.minimum(low[half], firsts.low), torch.maximum(high[half], firsts.high)
             both.merge(firsts)
         both.merge(a)
