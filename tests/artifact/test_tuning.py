@@ -231,7 +231,7 @@ def test_steps_are_in_proportion_to_the_rounding_error(trained: Case) -> None:
     quantized, walk = trained.rounded("fp8_e4m3_channel"), trained.walk()
     scales = {name: Scales(*weight) for name, weight in quantized.items()}
     student = Student(walk, scales)
-    tuned_scales._Descent(walk, scales, steps=1, rate=0.02).step(lambda: student.add_gradient(trained.batches[0]))
+    tuned_scales._Descent(walk, scales, steps=1, rate=0.02, cache=None).step(lambda: student.add_gradient(trained.batches[0]))
     inside = {weight.name for weight in trained.model.weights} - {weight.name for weight in walk.blocks.outer_weights}
     for weight in trained.model.weights:
         (fmt, codes, grid), w = quantized[weight.name], trained.model.load(weight)
@@ -249,6 +249,14 @@ def test_what_became_worse_is_given_up(trained: Case) -> None:
     assert tuned.after == tuned.before
     assert all(tuned.grids[name] is grid for name, grid in starts(quantized).items())
     assert tuned.notes[0].startswith("scales not tuned: the held-out KL")
+
+
+def test_a_rate_that_makes_it_worse_is_lowered(trained: Case) -> None:
+    quantized = trained.rounded("q4_0")
+    too_fast, slower = (trained.tune(quantized, steps=12, rate=rate) for rate in (0.64, 0.04))
+    assert too_fast.after == slower.after and slower.after is not None and slower.before is not None and slower.after < slower.before
+    for name, grid in slower.grids.items():
+        assert torch.equal(too_fast.grids[name]["d"], grid["d"])
 
 
 def test_a_format_without_floating_scales_is_passed_through(trained: Case) -> None:

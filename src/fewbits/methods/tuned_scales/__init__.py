@@ -34,6 +34,8 @@ STEP_TOKENS = (
 )
 _HELD_OUT = 4  # every n-th minibatch is judged on and never trained on
 _SEED = 0
+_JUDGED = (10, 25, 50, 75)  # steps after which the held-out samples are looked at
+_ATTEMPTS, _SLOWER = 3, 4  # each at a fourth of the rate before, where the held-out samples got worse
 _KEPT = 10  # steps between two states in the cache, from where a run that was stopped goes on
 _BETAS, _ADAM_EPSILON = (0.9, 0.99), 1e-16  # far below any gradient: that of one scale among millions may be 1e-9
 
@@ -73,61 +75,62 @@ def tune(
     if not held_out:
         return Tuned(old, None, None, (*notes, "scales not tuned: there is one minibatch only, and none to judge on"))
     student = Student(walk, scales, progress)
-    before = student.divergence(held_out, old)
-    descent = _Descent(walk, scales, steps, rate)
-    done = descent.resume(cache)
-    for batch in progress(_order(training, steps)[done:], steps - done, "tuning scales"):
-        descent.step(lambda batch=batch: student.add_gradient(batch))  # type: ignore[misc]
-        descent.keep(cache)
-    grids = {name: entry.stored() for name, entry in scales.items()}
-    after = student.divergence(held_out, grids)
-    if not after < before:
-        return Tuned(old, before, before, (*notes, f"scales not tuned: the held-out KL {before:.4g} would become {after:.4g}"))
-    return Tuned(grids, before, after, (*notes, f"the scales of all weights were tuned together: held-out KL {before:.4g} -> {after:.4g}"))
+    before = after = student.divergence(held_out, old)
+    order = _order(training, steps)
+    for attempt in range(_ATTEMPTS):
+        descent = _Descent(walk, scales, steps, rate / _SLOWER**attempt, cache.of(attempt=attempt) if cache else None)
+        for batch in progress(order[descent.done :], steps - descent.done, "tuning scales"):
+            descent.step(lambda batch=batch: student.add_gradient(batch))  # type: ignore[misc]
+            if descent.done in _JUDGED and descent.done < steps and (after := student.divergence(held_out)) > before:
+                break
+        else:
+            grids = {name: entry.stored() for name, entry in scales.items()}
+            if (after := student.divergence(held_out, grids)) < before:
+                said = f"the scales of all weights were tuned together: held-out KL {before:.4g} -> {after:.4g}"
+                return Tuned(grids, before, after, (*notes, said))
+    return Tuned(old, before, before, (*notes, f"scales not tuned: the held-out KL {before:.4g} would become {after:.4g}"))
 
 
 class _Descent:
-    """Adam, at a rate that falls to zero."""
+    """Adam, at a rate that falls to zero, from the scales as they were; or from where a run that was stopped had come to."""
 
-    def __init__(self, walk: Walk, scales: Mapping[str, Scales], steps: int, rate: float) -> None:
+    def __init__(self, walk: Walk, scales: Mapping[str, Scales], steps: int, rate: float, cache: Cache | None) -> None:
         weights = {weight.name: weight for weight in walk.blocks.model.weights}
         moving = {name: entry for name, entry in scales.items() if entry.changes}
         self._rates = [rate * entry.rounding_error(walk.blocks.model.load(weights[name])) for name, entry in moving.items()]
         groups = [{"params": list(entry.changes.values()), "lr": 0.0} for entry in moving.values()]
         self._optimizer = torch.optim.Adam(groups, betas=_BETAS, eps=_ADAM_EPSILON)
         self._changes = {f"{name}:{part}": change for name, entry in moving.items() for part, change in entry.changes.items()}
-        self._done, self._steps = 0, steps
+        self._steps, self._cache = steps, cache
+        self.done = self._resumed()
 
     def step(self, add_gradient: Callable[[], None]) -> None:
         for group, start in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = start * (1 - self._done / self._steps)
+            group["lr"] = start * (1 - self.done / self._steps)
         self._optimizer.zero_grad()
         add_gradient()
         self._optimizer.step()
-        self._done += 1
-
-    def keep(self, cache: Cache | None) -> None:
-        if cache is None or self._done % _KEPT:
-            return
-        tensors = {f"change:{name}": change.detach() for name, change in self._changes.items()}
-        for name, change in self._changes.items():
-            tensors |= {f"{field}:{name}": value for field, value in self._optimizer.state[change].items()}
-        cache.keep(STATE, {}, tensors, done=self._done)
-        cache.drop(STATE, done=self._done - _KEPT)
+        self.done += 1
+        if self._cache and self.done % _KEPT == 0:
+            tensors = {f"change:{name}": change.detach() for name, change in self._changes.items()}
+            for name, change in self._changes.items():
+                tensors |= {f"{field}:{name}": value for field, value in self._optimizer.state[change].items()}
+            self._cache.keep(STATE, {}, tensors, done=self.done)
+            self._cache.drop(STATE, done=self.done - _KEPT)
 
     @torch.no_grad()
-    def resume(self, cache: Cache | None) -> int:
+    def _resumed(self) -> int:
         """How many steps were done by a run that was stopped."""
+        for change in self._changes.values():
+            change.zero_()
         for done in range(self._steps - self._steps % _KEPT, 0, -_KEPT):
-            state = cache.find(STATE, done=done) if cache else None
-            if state is not None:
+            if self._cache and (state := self._cache.find(STATE, done=done)):
                 tensors = state.tensors
                 for name, change in self._changes.items():
                     change.copy_(tensors[f"change:{name}"])
                     self._optimizer.state[change] = {field: tensors[f"{field}:{name}"].clone() for field in _MOMENTS}
-                self._done = done
-                break
-        return self._done
+                return done
+        return 0
 
 
 def _order(training: Sequence[Batch], steps: int) -> list[Batch]:
