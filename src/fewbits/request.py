@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fewbits.store.executors import Chosen
     from fewbits.targets import Target
 
-USUAL_STEPS = 100  # of tuning, where it is the default: half as many lose a fifth of the gain (embedded model, 4.8 bits)
+USUAL_STEPS = 100  # of tuning, where it is the default: half as many lose an eighth of the gain (embedded model, 4.8 bits)
 _BUDGETS = "`--size 4.5bpw`, `--fits 8GB`, `--max-kl 0.01`, `--format NAME` for one format for all, or `--plan FILE`"
 
 
