@@ -227,6 +227,27 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_scales(trained: Case, tmp_pa
         assert all(torch.equal(entry, again.grids[name][key]) for key, entry in grid.items())
 
 
+def test_an_attempt_that_was_given_up_is_not_gone_on_with(trained: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in the second attempt: the first one ended at step 10, and is looked at again where its state was kept."""
+    steps: list[int] = []
+    real = tuned_scales._Descent.step
+
+    def counted(self: Any, add_gradient: Any) -> None:
+        if len(steps) == 13:
+            raise KeyboardInterrupt
+        steps.append(self.done)
+        real(self, add_gradient)
+
+    monkeypatch.setattr(tuned_scales._Descent, "step", counted)
+    with pytest.raises(KeyboardInterrupt):
+        trained.tune(trained.rounded("q4_0"), steps=14, rate=2.0, cache=Cache(tmp_path))
+    assert steps == [*range(10), *range(3)]
+    steps.clear()
+    with pytest.raises(KeyboardInterrupt):
+        trained.tune(trained.rounded("q4_0"), steps=14, rate=2.0, cache=Cache(tmp_path))
+    assert steps[:3] == [0, 1, 2]  # of the second attempt
+
+
 def test_steps_are_in_proportion_to_the_rounding_error(trained: Case) -> None:
     quantized, walk = trained.rounded("fp8_e4m3_channel"), trained.walk()
     scales = {name: Scales(*weight) for name, weight in quantized.items()}

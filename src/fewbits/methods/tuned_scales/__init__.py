@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from fewbits.store.cache import Cache
 
 RATE = 0.02  # change of a scale per step at the start, in units of its weight's relative rounding error: 8 bits need smaller steps than 2
-STEP_TOKENS = (
-    1024  # of a minibatch, or one sample if that is longer: half as many are noisier, twice as many hardly better at the same cost
-)
+STEP_TOKENS = 1024  # of a minibatch, or one sample if that is longer; with twice as many KL is 0.8 % lower, in twice the time
 _HELD_OUT = 4  # every n-th minibatch is judged on and never trained on
 _SEED = 0
 _JUDGED = (10, 25, 50, 75)  # steps after which the held-out samples are looked at
@@ -80,9 +78,10 @@ def tune(
     for attempt in range(_ATTEMPTS):
         descent = _Descent(walk, scales, steps, rate / _SLOWER**attempt, cache.of(attempt=attempt) if cache else None)
         for batch in progress(order[descent.done :], steps - descent.done, "tuning scales"):
-            descent.step(lambda batch=batch: student.add_gradient(batch))  # type: ignore[misc]
-            if descent.done in _JUDGED and descent.done < steps and (after := student.divergence(held_out)) > before:
+            # before the next step, so that a run which goes on from here looks too, and ends in the same bytes
+            if descent.done in _JUDGED and (after := student.divergence(held_out)) > before:
                 break
+            descent.step(lambda batch=batch: student.add_gradient(batch))  # type: ignore[misc]
         else:
             grids = {name: entry.stored() for name, entry in scales.items()}
             if (after := student.divergence(held_out, grids)) < before:
